@@ -7,13 +7,17 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
 
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
-test: $(VENV)/ready  ## every test that CI runs, and the twenty slowest of them
+test: $(VENV)/ready  ## the most telling tests, in 8 minutes on 2 cores, and the twenty slowest of them
 	$(BIN)/python -m pytest --durations 20 -m "not slow and not stress and not packages" $(ARGS)
+
+PART ?= 1/1
+test-rest: $(VENV)/ready  ## the slow ones; PART=2/4: the second of four parts of them
+	$(BIN)/python -m pytest --durations 20 -m "slow and not stress and not packages" --part $(PART) $(ARGS)
 
 test-all: $(VENV)/ready  ## those and the slow ones: about an hour on 2 cores
 	$(BIN)/python -m pytest --durations 20 -m "not stress and not packages" $(ARGS)

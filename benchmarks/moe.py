@@ -6,17 +6,17 @@
 Forward and backward of gated experts on 2 ranks of one thread, with and without a shared expert. "no cut" has the
 shared expert and the weight gradients under whole all-to-alls; the groups have both, too. The table has medians in ms,
 medians of the ratio serial / own paired by round with bootstrap intervals, and the medians over max(T_comp, T_comm),
-below which no schedule can come. ``ascend-parallel bench --moe`` times other sizes.
+below which no schedule can come: T_comm is that of whole all-to-alls or of pieces, whichever is faster.
+``ascend-parallel bench --moe`` times other sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from statistics import median
 
 from measuring import on_ranks, options_of, run, table
 
-from ascend_parallel.tuning.bench.experts import ExpertsCase, figures_of
+from ascend_parallel.tuning.bench.experts import ExpertsCase, figures_of, parts_of
 
 RANKS, GROUPS = 2, [2, 4]
 # The shared expert has a fifth of all computation. The last case computes for longer than it communicates.
@@ -45,7 +45,7 @@ def main() -> None:
             rounds=options.rounds,
         )
         times = found["times"]
-        parts = [median(times[name]) for name in ("T_comp", "T_comm")]
+        parts = parts_of(times)
         for figure in figures_of(times):
             first = figure.name == "serial"
             about = [str(case), *(f"{1e3 * part:.0f}" for part in parts), f"{sum(parts) / max(parts):.2f}"]

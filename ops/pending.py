@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,10 +96,10 @@ class Pending:
 
     def wait_for(self, index: int) -> None:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
+        while IDLE_WORK and self._works and self._may_take(index):
+            IDLE_WORK.popleft()()
         if not self._works:  # `wait` has waited for all
             return
-        while IDLE_WORK and self._may_take(index):
-            IDLE_WORK.popleft()()
         try:
             if self._recorded is None:
                 self._works[index].wait()
@@ -169,6 +169,19 @@ class NamedWork:
             self._work.wait()
         except RuntimeError as error:
             raise _failure(self._name, self._group, error) from error
+
+
+def run_collective(
+    name: str, collective: Callable[..., Work | None], *tensors: Any, group: dist.ProcessGroup | None, **options: Any
+) -> None:
+    """Run a collective of torch.distributed to its end; an error names it as `NamedWork` does.
+
+    torch's own wait would end with the group's own limit: half an hour in groups of Megatron and of DeviceMesh.
+    tensors: the collective's arguments, of which the last is on the device of the collective.
+    """
+    own = group or dist.group.WORLD
+    assert own is not None, "torch.distributed is not initialised"
+    NamedWork(name, collective(*tensors, group=own, async_op=True, **options), own, tensors[-1].device).wait()
 
 
 def limited(work: Work | None, group: dist.ProcessGroup, device: torch.device) -> Work:

@@ -405,7 +405,9 @@ def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
     for leaf in leaves:
         gradient: Any = leaf.grad
         if isinstance(gradient, UnfinishedTensor):
-            leaf.grad = gradient.finished()
+            value = gradient.finished()
+            if leaf.shape == value.shape:  # DeepSpeed's ZeRO 3 has freed its weight before it takes the gradient
+                leaf.grad = value
         elif isinstance(local := getattr(gradient, "_local_tensor", None), UnfinishedTensor):  # of a DTensor
             gradient._local_tensor = local.finished()
 

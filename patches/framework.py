@@ -47,6 +47,8 @@ def described(layer: Any) -> str:
 
 def _refuse_uneven(layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
     """Raise `DegreeError` if the features that ranks share cannot be cut into the blocks of every degree."""
+    if kind == "experts":
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: experts and their router have no tree")
     if BLOCKS % group.size():
         raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {group.size()} ranks are not 1, 2, 4 or {BLOCKS}")
     features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), BLOCKS // group.size())

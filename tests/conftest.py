@@ -1,3 +1,4 @@
+import collections
 import importlib.metadata
 import importlib.util
 import itertools
@@ -29,6 +30,11 @@ def pytest_report_header():
     return f"torch {importlib.metadata.version('torch')}, megatron-core {version}"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", metavar="k/n", help="run the k-th of n parts of the chosen tests")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark as slow all but `count` parameter sets, evenly spread, of each test that is marked ``sample(count)``."""
     for _, sets in itertools.groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
@@ -39,6 +45,27 @@ def pytest_collection_modifyitems(items):
             kept = {index * len(sets) // count for index in range(count)}
             for index in set(range(len(sets))) - kept:
                 sets[index].add_marker(pytest.mark.slow)
+
+
+class Part:
+    """Keep one of several parts of the chosen tests: whole files, about as many tests in each part."""
+
+    @staticmethod
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(config, items):
+        part, parts = map(int, config.getoption("part").split("/"))
+        counts = collections.Counter(item.path for item in items)
+        sizes, kept = [0] * parts, set()
+        for path in sorted(counts, key=lambda path: (-counts[path], path)):
+            smallest = sizes.index(min(sizes))
+            sizes[smallest] += counts[path]
+            kept |= {path} if smallest == part - 1 else set()
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
+        items[:] = [item for item in items if item.path in kept]
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Part())
 
 
 @pytest.fixture(scope="session")

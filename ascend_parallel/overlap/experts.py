@@ -335,7 +335,7 @@ class InnerGraph:
     def __init__(self, saved: SavedTensors, graded: bool, *, reads_parameters: bool) -> None:
         """Build a graph if `graded`; with reads_parameters, gradients of leaves are accumulated in backward."""
         self._saved, self._graded, self._reads_parameters = saved, graded, reads_parameters
-        self._box: list[torch.Tensor | None] = []
+        self._boxes: list[list[torch.Tensor]] = []  # of the inputs that need a gradient
         self._result: GradientEdge | None = None
         self._inputs: list[tuple[_Like, GradientEdge | None]] = []
 
@@ -349,20 +349,23 @@ class InnerGraph:
     ) -> torch.Tensor:
         """Return ``function(*inputs)``, detached; `needs` tells of which inputs gradients will be asked for."""
         with torch.set_grad_enabled(self._graded), self._saved.collecting():
-            sources = iter(self._sources([x for x, need in zip(inputs, needs, strict=True) if need]))
-            given = [next(sources) if need else x.detach() for x, need in zip(inputs, needs, strict=True)]
+            given = [self._source(x) if need else x.detach() for x, need in zip(inputs, needs, strict=True)]
             y = function(*given)
         self._inputs = [(_Like(x), get_gradient_edge(x) if x.requires_grad else None) for x in given]
         self._result = get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
-    def _sources(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        if not inputs:
-            return ()
+    def _source(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x at the beginning of the graph.
+
+        Each input has a node of its own: the engine computes what any input of a node needs, although it is asked for
+        another.
+        """
+        self._boxes.append([])
         # Detached: an input may have a graph outside, where this graph's backward must not go on.
-        anchor, detached = torch.empty(0, requires_grad=True), [x.detach() for x in inputs]
-        sources: tuple[torch.Tensor, ...] = _Source.apply(self._box, anchor, *detached)  # type: ignore[no-untyped-call]
-        return sources
+        anchor, x = torch.empty(0, requires_grad=True), x.detach()
+        source: torch.Tensor = _Source.apply(self._boxes[-1], anchor, x)  # type: ignore[no-untyped-call]
+        return source
 
     def gradients(self, dy: torch.Tensor, which: range) -> list[torch.Tensor]:
         """Return the gradients of the inputs with the numbers `which`; zeros for inputs that were not read.
@@ -373,9 +376,9 @@ class InnerGraph:
         found: list[torch.Tensor | None] = [None] * len(edges)
         if self._result is not None and self._reads_parameters:
             torch.autograd.backward([self._result], [dy], retain_graph=True)
-            gradients = iter(self._box)
-            found = [next(gradients, None) if edge is not None else None for edge in edges]
-            self._box.clear()
+            boxes = iter(self._boxes)
+            own = [next(boxes) if edge is not None else [] for edge in edges]
+            found = [box.pop() if box else None for box in own]
         elif self._result is not None and (wanted := [edge for edge in edges if edge is not None]):
             gradients = iter(torch.autograd.grad([self._result], wanted, [dy], retain_graph=True, allow_unused=True))
             found = [next(gradients) if edge is not None else None for edge in edges]
@@ -383,17 +386,14 @@ class InnerGraph:
 
 
 class _Source(torch.autograd.Function):
-    """The beginning of an inner graph: passes tensors on, and puts their gradients into a list."""
+    """The beginning of an inner graph: passes a tensor on, and puts its gradient into a box."""
 
     @staticmethod
-    def forward(
-        ctx: Any, box: list[torch.Tensor | None], anchor: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, box: list[torch.Tensor], anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ctx.box = box
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.box[:] = gradients
-        return (None, None, *(None for _ in gradients))
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, None, None]:
+        ctx.box[:] = [dx]
+        return None, None, None

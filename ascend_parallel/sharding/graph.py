@@ -234,6 +234,9 @@ class FunctionCall:
         For each result that is an argument written in place: {index among the results: index among the arguments}.
     nodes
         The operators that the call ran, in order.
+    moved
+        Other tensors that are another value afterwards, by their value before: mse_loss gives its arguments one shape,
+        and a write to a view changes the tensor that it is a part of.
     """
 
     function: Callable[..., Any]
@@ -243,6 +246,7 @@ class FunctionCall:
     results_spec: pytree.TreeSpec
     changed: Mapping[int, int]
     nodes: tuple[Node, ...]
+    moved: Mapping[Value, Value] = field(default_factory=dict)
 
     @cached_property
     def positional(self) -> int:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ascend_parallel.process_groups import time_limit
+from ascend_parallel.process_groups.consistency import confirm_same
 
 Ranks = npt.NDArray[np.int64]
 Key = tuple[object, ...]
@@ -137,12 +138,28 @@ class ProcessMesh:
         known = _DEVICE_MESHES.setdefault(default_group(), {})
         key = (*self._key, device_type)
         if key not in known:
+            self._confirm_all_come()
             mesh = known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():  # torch would let them wait for half an hour
                     c10d._set_pg_timeout(time_limit(group), group)
         self._device_mesh = known[key]
         return self._device_mesh
+
+    def _confirm_all_come(self) -> None:
+        """Raise if a rank does not come, or comes with another mesh: torch would wait half an hour for its groups."""
+        if self.ndim == 1 and len(self._places) == dist.get_world_size():
+            return  # the default group is its group
+        place = f"the groups of {self}"
+        confirm_same(
+            default_group(),
+            place,
+            {"mesh": str(self)},
+            f"ranks came to {place} with other meshes",
+            "Make the same meshes in the same order on every rank",
+            topic="meshes",
+            hint="it has stopped, or does not make this mesh (every rank makes every mesh, also one that it is not in)",
+        )
 
     @property
     def has_groups(self) -> bool:

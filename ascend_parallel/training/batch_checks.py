@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
@@ -201,7 +202,7 @@ def _gathered(mine: Sequence[int]) -> list[list[int]]:
     """Return every rank's numbers; all ranks give equally many."""
     sent = torch.tensor(mine, dtype=torch.int64, device=default_device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, sent)
+    run_collective("the comparison of batches", dist.all_gather, received, sent, group=None)
     rows: list[list[int]] = torch.stack(received).tolist()
     return rows
 

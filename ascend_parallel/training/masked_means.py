@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Graph, Node, Ref, Value
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -87,7 +88,7 @@ class CountedMeans(TorchFunctionMode):
 def warn_of_replicas(count: int, group: dist.ProcessGroup) -> bool:
     """Warn on rank 0 if the counts differ between the ranks of `group`; return, on all of them, whether they do."""
     extremes = torch.tensor([count, -count], device=default_device())
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    run_collective("the comparison of counts", dist.all_reduce, extremes, group=group, op=dist.ReduceOp.MAX)
     most, least = int(extremes[0]), -int(extremes[1])
     if most != least and dist.get_rank() == 0:
         log.warning(

@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import importlib
 
-import torch.distributed as dist
-
 from ascend_parallel.patches.base import Patch, PatchSet, RepeatedFunction, version_tuple
-from ascend_parallel.patches.megatron import every_degree
 from ascend_parallel.patches.megatron.conflicts import FUNCTIONALS
 from ascend_parallel.patches.megatron.layers import Megatron, column_forward, row_forward
 from ascend_parallel.settings import Settings
 
 LAYERS = "megatron.core.tensor_parallel.layers"
-STATE = "megatron.core.parallel_state"
 VERSIONS = ">=0.10,<0.20"
 NEWEST = "0.19.2"
 
@@ -59,12 +55,6 @@ def installed(settings: Settings) -> Megatron:
     return Megatron(importlib.import_module(LAYERS), version_tuple(installed_version()), settings)
 
 
-def _group() -> dist.ProcessGroup:
-    """Return Megatron-core's tensor-parallel group."""
-    group: dist.ProcessGroup = importlib.import_module(STATE).get_tensor_model_parallel_group()
-    return group
-
-
 def patch_set(megatron: Megatron) -> PatchSet:
     """Return the patches that overlap Megatron-core's layers."""
     return PatchSet(
@@ -87,7 +77,6 @@ def patch_set(megatron: Megatron) -> PatchSet:
                 parameters=("self", "input_"),
                 reason="reduces or scatters under the matmul, gathers the gradient under the backward's matmul",
             ),
-            *(every_degree.patches(_group) if megatron.settings.at_every_degree else ()),
         ],
         newest=NEWEST,
         repeated=[RepeatedFunction(module=LAYERS, name=name, parameters=FUNCTION_PARAMETERS) for name in FUNCTIONALS],

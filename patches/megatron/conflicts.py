@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ascend_parallel.patches.base import ConflictError, full_name
 from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.settings import Settings
@@ -160,7 +162,7 @@ def _places(layers: ModuleType) -> tuple[_Place, ...]:
     for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
         names = [name for name in (*owners, *FOREIGN_FUNCTIONS) if name in vars(module)]
         regions += [_Place(vars(module), name, None, f"{module.__name__}.{name}", vars(module)[name]) for name in names]
-    return tuple(regions)
+    return (*regions, _Place(vars(torch), "matmul", None, "torch.matmul", torch.matmul))
 
 
 def _own(attribute: object, home: ModuleType, name: str) -> bool:

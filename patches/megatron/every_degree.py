@@ -13,7 +13,8 @@ What has no such form is refused at the first call of a layer (`refuse_what_depe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
-from ascend_parallel.patches.base import Function, Patch
+from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_norm import squares_of_blocks
 from ascend_parallel.patches.framework import described, models_with
 
@@ -100,14 +101,35 @@ def refuse_what_depends_on_the_degree(layer: Any, ranks: int, version: tuple[int
         )
 
 
-def patches(group_of_ranks: Function) -> list[Patch]:
-    """Return the patches of the sums and masks; `group_of_ranks` returns the tensor-parallel group."""
+def patch_sets() -> dict[str, Callable[[Any], PatchSet]]:
+    """Return what makes the patches of the sums and masks, by the module whose import they wait for.
+
+    Without COC_DETERMINISTIC=tp the sets are empty.
+    """
+    return {
+        module: functools.partial(_patch_set, module) for module in dict.fromkeys(each.module for each in _patches())
+    }
+
+
+def _patch_set(module: str, megatron: Any) -> PatchSet:
+    wanted = [each for each in _patches() if each.module == module and megatron.settings.at_every_degree]
+    return PatchSet("megatron-core", None, wanted)
+
+
+def _group() -> dist.ProcessGroup:
+    """Return Megatron-core's tensor-parallel group."""
+    state = importlib.import_module("megatron.core.parallel_state")
+    group: dist.ProcessGroup = state.get_tensor_model_parallel_group()
+    return group
+
+
+def _patches() -> list[Patch]:
     return [
         Patch(
             module="megatron.core.tensor_parallel.cross_entropy",
             owner="VocabParallelCrossEntropy",
             method="calculate_predicted_logits",
-            replacement=lambda original: _predicted_logits(original, group_of_ranks),
+            replacement=_predicted_logits,
             parameters=("vocab_parallel_logits", "target", "logits_max", "vocab_start_index", "vocab_end_index"),
             reason="sums exponentials over the vocabulary in the tree",
         ),
@@ -123,7 +145,7 @@ def patches(group_of_ranks: Function) -> list[Patch]:
             module="megatron.core.transformer.dot_product_attention",
             owner="DotProductAttention",
             method="forward",
-            replacement=lambda original: _attention(original, group_of_ranks),
+            replacement=_attention,
             parameters=(
                 "self",
                 "query",
@@ -140,7 +162,7 @@ def patches(group_of_ranks: Function) -> list[Patch]:
             module="megatron.core.optimizer.optimizer",
             owner="MegatronOptimizer",
             method="get_main_grads_for_grad_norm",
-            replacement=lambda original: _gradients_for_norm(original, group_of_ranks),
+            replacement=_gradients_for_norm,
             parameters=("self",),
             reason="sums the squares of gradients in the blocks of their weights",
         ),
@@ -161,12 +183,12 @@ def _cross_entropy(original: Function) -> Function:
     return forward
 
 
-def _predicted_logits(original: Function, group_of_ranks: Function) -> Function:
+def _predicted_logits(original: Function) -> Function:
     """Make the function that replaces ``VocabParallelCrossEntropy.calculate_predicted_logits``."""
 
     @functools.wraps(original)
     def calculate(*args: Any, **kwargs: Any) -> Any:
-        group = group_of_ranks()
+        group = _group()
         target_mask, masked_target, predicted, _, exp_logits = original(*args, **kwargs)
         features = BlockedFeatures((exp_logits.shape[-1],), BLOCKS // group.size())
         if features.refusal:
@@ -199,7 +221,7 @@ class WholeDropout(torch.nn.Module):
         return x * own.div_(1 - self.probability)
 
 
-def _attention(original: Function, group_of_ranks: Function) -> Function:
+def _attention(original: Function) -> Function:
     """Make the method that replaces ``DotProductAttention.forward``."""
 
     @functools.wraps(original)
@@ -207,7 +229,7 @@ def _attention(original: Function, group_of_ranks: Function) -> Function:
         dropout = self.attention_dropout
         if not (self.training and getattr(dropout, "p", 0)):
             return original(self, *args, **kwargs)
-        self.attention_dropout = WholeDropout(dropout.p, group_of_ranks())
+        self.attention_dropout = WholeDropout(dropout.p, _group())
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -216,7 +238,7 @@ def _attention(original: Function, group_of_ranks: Function) -> Function:
     return forward
 
 
-def _gradients_for_norm(original: Function, group_of_ranks: Function) -> Function:
+def _gradients_for_norm(original: Function) -> Function:
     """Make the method that replaces ``MegatronOptimizer.get_main_grads_for_grad_norm``.
 
     It returns one gradient of one element, the norm of all, on the first rank, and none on the others: Megatron-core
@@ -227,7 +249,7 @@ def _gradients_for_norm(original: Function, group_of_ranks: Function) -> Functio
     def gradients(self: Any) -> list[torch.Tensor]:
         if any(kind.__name__ == "DistributedOptimizer" for kind in type(self).__mro__):
             raise _not_whole(self)
-        group = group_of_ranks()
+        group = _group()
         kept = {id(gradient) for gradient in original(self)}
         blocks, replicated = [], []
         for parameter in self.get_parameters():

@@ -61,7 +61,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-SLOW = ("plan-training", "strategy", "tune", "--advise")
+SLOW = ("doctor", "predict", "bench", "plan-training", "strategy", "tune", "--advise")
 CASES = [
     pytest.param(words, expected, id=" ".join(words[:1] + words[-1:]).replace("{folder}/", ""), marks=marks)
     for words, expected in LONG
@@ -69,7 +69,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("words", "expected"), CASES)
 def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expected, folder, monkeypatch):
     words = [word.replace("{folder}", str(folder)) for word in words]

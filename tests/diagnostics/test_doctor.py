@@ -176,6 +176,7 @@ def test_a_wrong_kernel_is_found(ranks):
         assert found["reference"] == "right"
 
 
+@pytest.mark.slow
 def test_ranks_use_the_package_of_the_doctor_and_another_in_the_current_folder_is_said(tmp_path):
     """As in a checkout: python -m imports the folder's package, the command the installed one."""
     other = tmp_path / "ascend_parallel"

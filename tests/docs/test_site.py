@@ -86,6 +86,7 @@ def build(tree, page="", text=""):
             (tree / page).write_text(before)
 
 
+@pytest.mark.slow
 @NEEDS_MKDOCS
 def test_the_site_is_built_strictly_with_all_names(tree):
     ended = build(tree)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from int8 import DTYPES, fitting
+from pool import on_ranks
 from test_quantised_rows import N, drawn
 
 from ascend_parallel import CommScales, Problem, Settings, UnmetRequestError, explain
@@ -25,7 +26,10 @@ def test_halves_go_to_the_even_number_and_the_rest_is_clipped(dtype):
     assert result.dtype == dtype and result.tolist() == [[20, -128]]
 
 
-def sums(group, dtype):
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_sums_are_off_by_no_more_than_the_roundings(group, dtype):
     ranks, rank = group.size(), group.rank()
     for rows, exactly, grain in (
         (1, False, ("token", "channel")),
@@ -51,21 +55,12 @@ def sums(group, dtype):
     assert start_matmul_all_reduce(x[rank], w[rank], group, run, comm_scales=scales).wait().shape == (0, N)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_sums_are_off_by_no_more_than_the_roundings(ranks, count, dtype):
-    ranks(count).run(sums, dtype)
-
-
-def alone(group):
+@on_ranks(1)
+def test_a_single_rank_rounds_nothing(group):
     x, w, xs, ws = drawn(group, 5, ("token", "channel"), torch.float64)
     coarse = CommScales(torch.full((N,), 1e3).double(), torch.full((N,), 1e3).double())
     y = start_matmul_all_reduce(x[0], w[0], group, Settings(), comm_scales=coarse).wait()
     torch.testing.assert_close(y, xs[0] @ ws[0])
-
-
-def test_a_single_rank_rounds_nothing(ranks):
-    ranks(1).run(alone)
 
 
 def refused(group):

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 from ascend_parallel import Settings, WeightGradient, column_linear, ops
 
@@ -156,14 +157,11 @@ def test_a_group_survives_a_failure_that_all_ranks_share(ranks):
     assert ranks(2).run(failed_alike) == [[True, True]] * 2
 
 
-def refused(group):
+@on_ranks(2)
+def test_dtensors_are_refused(group):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     mesh = init_device_mesh("cpu", (group.size(),))
     x = DTensor.from_local(torch.randn(64, 8), mesh, [Replicate()])
     with pytest.raises(ValueError, match="DTensor"):
         column_linear(x, torch.randn(8, 8), group=group, settings=Settings(num_chunks=2))
-
-
-def test_dtensors_are_refused(ranks):
-    ranks(2).run(refused)

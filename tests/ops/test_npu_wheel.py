@@ -11,7 +11,7 @@ import npu_wheel
 import pytest
 import torch
 import torch.distributed as dist
-from test_linear import part, whole_layer
+from test_linear import check_column, check_row
 from test_npu import A2, BF16, DTYPES
 from tolerances import close
 
@@ -139,37 +139,14 @@ def layers(kernels, group):
                 fused=True, strict=True, enable_coc_in_column_backward=True, recompute_all_gather=recompute
             )
             kernels.calls.clear()
-            check_column(group, shape, dtype, settings, sequence_parallel)
+            check_column(group, shape, dtype, settings, sequence_parallel, outputs=512)
             called = ["npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"]
             expected = called if sequence_parallel else ["npu_mm_all_reduce_base"]
             assert [operator for operator, _ in kernels.calls] == expected, kernels.calls
         kernels.calls.clear()
-        check_row(group, (*shape[:-1], 512), dtype, settings, sequence_parallel)
+        check_row(group, shape, dtype, settings, sequence_parallel, inputs=512, outputs=256)
         expected = called[::-1] if sequence_parallel else ["npu_mm_all_reduce_base"]
         assert [operator for operator, _ in kernels.calls] == expected, kernels.calls
-
-
-def check_column(group, shape, dtype, settings, sequence_parallel):
-    x, weight, bias, y, dy = whole_layer(shape, 512, dtype)
-    x_r = (part(x, group, 0) if sequence_parallel else x.detach()).to(dtype).requires_grad_()
-    w_r, b_r = (part(t, group, 0).to(dtype).requires_grad_() for t in (weight, bias))
-    y_r = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
-    y_r.backward(part(dy, group, -1).to(dtype))
-    close(y_r, part(y, group, -1), dtype)
-    close(x_r.grad, part(x.grad, group, 0) if sequence_parallel else x.grad, dtype)
-    close(w_r.grad, part(weight.grad, group, 0), dtype)
-    close(b_r.grad, part(bias.grad, group, 0), dtype)
-
-
-def check_row(group, shape, dtype, settings, sequence_parallel):
-    x, weight, bias, y, dy = whole_layer(shape, 256, dtype)
-    x_r, w_r = (part(t, group, -1).to(dtype).requires_grad_() for t in (x, weight))
-    y_r = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
-    y_r.backward((part(dy, group, 0) if sequence_parallel else dy).to(dtype))
-    y = (y - bias).detach()
-    close(y_r, part(y, group, 0) if sequence_parallel else y, dtype)
-    close(x_r.grad, part(x.grad, group, -1), dtype)
-    close(w_r.grad, part(weight.grad, group, -1), dtype)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from pool import on_ranks
 from tolerances import LIMIT, close
 
 from ascend_parallel import ops
@@ -119,7 +120,9 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
     assert ranks(count).run(gathered_bits) == [[True] * 4] * count
 
 
-def as_an_accelerator(group):
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):
     """The code for devices other than a CPU: strided batches and the backend's own reduce-scatter."""
     from ascend_parallel.ops import bits, chunked
     from ascend_parallel.ops.collectives import reduce_scatter_single
@@ -140,11 +143,6 @@ def as_an_accelerator(group):
     finally:
         chunked.rank_blocks, chunked.reduce_scatters = kept
         bits.rank_blocks = kept[0]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_batched_matmuls_and_the_backends_own_reduce_scatter(ranks, count):
-    ranks(count).run(as_an_accelerator)
 
 
 def gradients(group, operator, chunks):
@@ -208,7 +206,8 @@ def test_nan_on_one_rank_reaches_all(ranks):
     assert ranks(3).run(nan_everywhere) == [[[40]]] * 3
 
 
-def refusals(group):
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(group):
     x, w = torch.ones(64, 8), torch.ones(8, 4)
     cases = [
         (lambda: ops.matmul_all_reduce(torch.ones(64, 7), w, group), r"\[64, 7\].*\[8, 4\].*not a matmul"),
@@ -223,10 +222,6 @@ def refusals(group):
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks):
-    ranks(2).run(refusals)
 
 
 def traced(group):
@@ -265,15 +260,12 @@ def test_operators_trace(ranks):
         ]
 
 
-def checked(group):
+@on_ranks(2)
+def test_operators_pass_opcheck(group):
     x = torch.randn(32, 16, requires_grad=True)
     w = torch.randn(16, 24, requires_grad=True)
     for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
         torch.library.opcheck(getattr(torch.ops.ascend_parallel, operator).default, (x, w, group.group_name, [2]))
-
-
-def test_operators_pass_opcheck(ranks):
-    ranks(2).run(checked)
 
 
 def given_sizes(group):

@@ -8,6 +8,7 @@ from allocations import peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, GRAINS, N, bound, exact, operands, outliers, steps
+from pool import on_ranks
 from test_deterministic import rank_order_sum, tiled
 from tolerances import LIMIT, close
 
@@ -111,7 +112,12 @@ def test_scales_that_do_not_fit_are_refused(changed, message):
         QuantisedWeight(**{"values": torch.zeros(64, 8, dtype=torch.int8), "scale": torch.ones(8), **changed})
 
 
-def every_case(group, grain, dtype):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_the_error_is_what_the_grain_implies(group, grain, dtype):
     rank = group.rank()
     for shape, symmetric in itertools.product(SHAPES, (True, False)):
         x, originals, weights = operands(group, shape, grain, symmetric, dtype)
@@ -123,14 +129,6 @@ def every_case(group, grain, dtype):
             y = y_m.wait().view(*shape[:-1], N)
             close(y, dequantised, dtype)
             assert ((y.double() - original).abs() <= bound(x, weights, dtype) + rounding).all()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grain", GRAINS)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_error_is_what_the_grain_implies(ranks, count, grain, dtype):
-    ranks(count).run(every_case, grain, dtype)
 
 
 def coarser(group):
@@ -156,7 +154,8 @@ def test_a_coarser_grain_breaks_the_bound_of_a_finer_one(ranks):
         assert kept == {pair: order.index(pair[0]) >= order.index(pair[1]) for pair in kept}
 
 
-def strides(group):
+@on_ranks(2)
+def test_any_strides(group):
     x, _, weights = operands(group, (33, 70), "group", False, torch.float32)
     truth = sum(a @ exact(w) for a, w in zip(x, weights, strict=True))
     x_r, w_r = x[group.rank()].float(), weights[group.rank()]
@@ -165,10 +164,6 @@ def strides(group):
     laid_out = QuantisedWeight(w_r.values.t().contiguous().t(), w_r.scale.t().contiguous().t(), w_r.offset.clone(), 32)
     for a, w in itertools.product((x_r, x_r.t().contiguous().t(), wide[:, ::2]), (w_r, laid_out)):
         close(start_matmul_all_reduce(a, w, group, Settings(num_chunks=3)).wait(), truth, torch.float32)
-
-
-def test_any_strides(ranks):
-    ranks(2).run(strides)
 
 
 def deterministic(group, dtype):
@@ -254,7 +249,8 @@ def test_a_problem_with_scales_that_cannot_be_is_refused(scales):
         problem(**scales)
 
 
-def refused_operands(group):
+@on_ranks(2)
+def test_operands_that_do_not_fit_are_refused(group):
     w = quantise_weight(torch.randn(70, N), "channel")
     with pytest.raises(ValueError, match=r"x \[4, 69\] times w \[70, 80\] is not a matmul"):
         start_matmul_all_reduce(torch.randn(4, 69), w, group, Settings(num_chunks=2))
@@ -262,7 +258,3 @@ def refused_operands(group):
         start_matmul_all_reduce(torch.ones(4, 70, dtype=torch.int8), w, group, Settings(num_chunks=2))
     with pytest.raises(ValueError, match="matmul_reduce_scatter takes no int8 weight"):
         start_matmul_reduce_scatter(torch.randn(4, 70), w, group, Settings(num_chunks=2))
-
-
-def test_operands_that_do_not_fit_are_refused(ranks):
-    ranks(2).run(refused_operands)

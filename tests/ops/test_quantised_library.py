@@ -5,12 +5,14 @@ import itertools
 import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands
+from pool import on_ranks
 from tolerances import close
 
 from ascend_parallel import ops
 
 
-def public(group):
+@on_ranks(2)
+def test_the_public_operator_takes_an_int8_weight(group):
     rank = group.rank()
     for grain, symmetric, dtype, chunks in itertools.product(GRAINS, (True, False), DTYPES, (1, 3)):
         x, _, weights = operands(group, (5, 3, 70), grain, symmetric, dtype)
@@ -45,7 +47,3 @@ def frozen_scales(group):
 
 def test_scales_that_want_a_gradient_are_refused(ranks):
     assert ranks(2).run(frozen_scales) == [True, True]
-
-
-def test_the_public_operator_takes_an_int8_weight(ranks):
-    ranks(2).run(public)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, exact
+from pool import on_ranks
 from tolerances import close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
@@ -84,7 +85,11 @@ def drawn(group, rows, grain, dtype, offset=False):
     return x, w, [a.values.double() * a.scale.double() for a in x], [exact(b) for b in w]
 
 
-def products(group, dtype):
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_products_of_int8_match_the_truth(group, dtype):
     ranks, rank = group.size(), group.rank()
     grains = itertools.product(INPUT_GRAINS, ("tensor", "channel"))
     for grain, rows, chunks, exactly in itertools.product(grains, (1, 17), (1, 3), (False, True)):
@@ -100,14 +105,8 @@ def products(group, dtype):
         close(y, sum(a @ b for a, b in zip(xs, ws, strict=True)), dtype)
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_products_of_int8_match_the_truth(ranks, count, dtype):
-    ranks(count).run(products, dtype)
-
-
-def refused(group):
+@on_ranks(2)
+def test_operands_that_do_not_fit_are_refused(group):
     x, w, *_ = drawn(group, 4 * group.size(), ("token", "channel"), torch.float32)
     x, w = x[group.rank()], w[group.rank()]
     run, wanted = Settings(num_chunks=2), "scales per tensor or channel and no offset, not "
@@ -124,10 +123,6 @@ def refused(group):
             start_matmul_all_reduce(x, weight, group, run)
     with pytest.raises(ValueError, match="matmul_reduce_scatter takes no int8 weight"):
         start_matmul_reduce_scatter(torch.ones(4, K), w, group, run)
-
-
-def test_operands_that_do_not_fit_are_refused(ranks):
-    ranks(2).run(refused)
 
 
 def test_what_is_chosen():

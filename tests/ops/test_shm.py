@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from shm_cases import DTYPES, OPERATORS, check_call, cut, operands, pieces_of, rank_order_sum, same, segments
 from test_linear import SHAPES, check_column, check_row
 
@@ -64,7 +65,9 @@ def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype
     assert halves == [shm.FIRST_BYTES] * count  # pieces: no result was in a stage as a whole
 
 
-def threaded(group):
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_a_rank_may_have_threads(group):
     """Sums and copies on several threads."""
     torch.set_num_threads(3)
     try:
@@ -73,11 +76,6 @@ def threaded(group):
             check_call(group, operator, torch.bfloat16, (3600, 32, 160), seed)
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_rank_may_have_threads(ranks, count):
-    ranks(count).run(threaded)
 
 
 def test_the_largest_number_of_ranks_is_that_of_the_extension():
@@ -181,7 +179,8 @@ def test_many_ranks_have_the_bits_of_matmuls_in_rank_order(ranks, count):
     assert segments() == []
 
 
-def uneven(group):
+@on_ranks(3)
+def test_inner_dimensions_and_gathered_columns_may_differ(group):
     """Inner dimensions of a sum, and columns of a gather's result, that differ from rank to rank."""
     assert shm.reach(group) is None
     for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (12, 600)):
@@ -192,10 +191,6 @@ def uneven(group):
         y, gathered = shm.all_gather_matmul(*every[group.rank()], group, (rows,))
         same(gathered, torch.cat([x for x, _ in every]), "uneven gather", dtype, rows)
         same(y, torch.mm(gathered, every[group.rank()][1]), "uneven gather", dtype, rows)
-
-
-def test_inner_dimensions_and_gathered_columns_may_differ(ranks):
-    ranks(3).run(uneven)
 
 
 def more_than_it_takes(group):

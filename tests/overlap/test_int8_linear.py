@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from int8 import DTYPES, exact, fitting
+from pool import on_ranks
 from tolerances import LIMIT, close
 
 from ascend_parallel import CommScales, Settings, int8_column_linear, int8_row_linear, quantise_weight
@@ -86,7 +87,11 @@ def with_rounded_sums(group, inputs, weights, truths, grain, settings):
     close(x.grad, dy @ ws[rank].t(), dtype)
 
 
-def layers(group, dtype):
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_layers_match_the_truth(group, dtype):
     kinds = (column, row, row_without_sequence_parallelism)
     for layer, shape, grains, chunks in itertools.product(kinds, ((12,), (5, 3)), GRAINS, (1, 3)):
         y, unrounded = layer(group, shape, grains, dtype, Settings(num_chunks=chunks, mode=2))
@@ -95,14 +100,8 @@ def layers(group, dtype):
         assert error < 0.05 and (LIMIT[dtype] > 1e-3 or error > 1e-3), error
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_layers_match_the_truth(ranks, count, dtype):
-    ranks(count).run(layers, dtype)
-
-
-def under_autocast(group):
+@on_ranks(2)
+def test_autocast_and_refusals(group):
     weight = quantise_weight(torch.randn(70, 24), "channel")
     x = torch.randn(4 * group.size(), 70, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -124,7 +123,3 @@ def under_autocast(group):
             layer(x, weight, group=group, settings=Settings(num_chunks=2))
         with pytest.raises(ValueError, match="grain='row' is not allowed for an input"), torch.no_grad():
             layer(x, weight, group=group, settings=Settings(num_chunks=2), grain="row")
-
-
-def test_autocast_and_refusals(ranks):
-    ranks(2).run(under_autocast)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from pool import on_ranks
 from tolerances import close
 
 from ascend_parallel import Settings, column_linear, row_linear
@@ -32,8 +33,8 @@ def part(tensor, group, dim):
     return tensor.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
-def check_column(group, shape, dtype, settings, sequence_parallel):
-    x, weight, bias, y, dy = whole_layer(shape, 12 * group.size(), dtype)
+def check_column(group, shape, dtype, settings, sequence_parallel, outputs=None):
+    x, weight, bias, y, dy = whole_layer(shape, outputs or 12 * group.size(), dtype)
     x_r = (part(x, group, 0) if sequence_parallel else x.detach()).to(dtype).requires_grad_()
     w_r, b_r = part(weight, group, 0).to(dtype).requires_grad_(), part(bias, group, 0).to(dtype).requires_grad_()
     y_r = column_linear(x_r, w_r, b_r, group=group, settings=settings, sequence_parallel=sequence_parallel)
@@ -44,9 +45,9 @@ def check_column(group, shape, dtype, settings, sequence_parallel):
     close(b_r.grad, part(bias.grad, group, 0), dtype)
 
 
-def check_row(group, shape, dtype, settings, sequence_parallel):
-    shape = (*shape[:-1], 12 * group.size())
-    x, weight, bias, y, dy = whole_layer(shape, 40, dtype)
+def check_row(group, shape, dtype, settings, sequence_parallel, inputs=None, outputs=40):
+    shape = (*shape[:-1], inputs or 12 * group.size())
+    x, weight, bias, y, dy = whole_layer(shape, outputs, dtype)
     x_r, w_r = (part(t, group, -1).to(dtype).requires_grad_() for t in (x, weight))
     b_r = bias.detach().to(dtype).requires_grad_()
     y_r = row_linear(x_r, w_r, group=group, settings=settings, sequence_parallel=sequence_parallel) + b_r
@@ -58,7 +59,11 @@ def check_row(group, shape, dtype, settings, sequence_parallel):
         close(b_r.grad, bias.grad, dtype)
 
 
-def every_path(group, dtype):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_every_path_matches_the_truth(group, dtype):
     for shape, chunks in itertools.product(SHAPES, (1, 2, 3, 4, 8)):
         settings = Settings(num_chunks=chunks, mode=2)
         check_column(group, shape, dtype, settings, False)
@@ -71,14 +76,9 @@ def every_path(group, dtype):
                 check_column(group, rows, dtype, variant, True)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_every_path_matches_the_truth(ranks, count, dtype):
-    ranks(count).run(every_path, dtype)
-
-
-def square_weights(group):
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_square_local_weights(group):
     """A square weight: only here a transposition guessed from sizes goes wrong."""
     settings = Settings(num_chunks=2)
     for sequence_parallel in (False, True):
@@ -90,11 +90,8 @@ def square_weights(group):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_square_local_weights(ranks, count):
-    ranks(count).run(square_weights)
-
-
-def strided_operands(group):
+@on_ranks()
+def test_operands_and_gradients_of_any_strides(group):
     settings = Settings(num_chunks=3)
     for sequence_parallel in (False, True):
         x, weight, bias, y, dy = whole_layer((48, 2, K), 12 * group.size(), torch.float64)
@@ -113,11 +110,6 @@ def strided_operands(group):
         w_r = part(weight, group, 0).requires_grad_()
         column_linear(x_r, w_r, group=group, settings=settings).sum().backward()  # an expanded gradient, stride 0
         close(x_r.grad, torch.ones_like(dy) @ weight.detach(), torch.float64)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_operands_and_gradients_of_any_strides(ranks, count):
-    ranks(count).run(strided_operands)
 
 
 def wanted_gradients(group):
@@ -158,7 +150,8 @@ def test_each_gradient_may_be_unwanted(ranks, count):
     assert ranks(count).run(wanted_gradients) == [expected] * count
 
 
-def changed_in_place(group):
+@on_ranks(2)
+def test_a_saved_tensor_changed_in_place_raises(group):
     settings = Settings(num_chunks=2)
     for make in (column_linear, row_linear):
         for spoil in ("weight", "input"):
@@ -168,10 +161,6 @@ def changed_in_place(group):
                 (weight if spoil == "weight" else y.grad_fn.saved_tensors[0]).add_(1)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
-
-
-def test_a_saved_tensor_changed_in_place_raises(ranks):
-    ranks(2).run(changed_in_place)
 
 
 def backward_twice(group):
@@ -258,7 +247,8 @@ def test_autocast(ranks):
     assert ranks(2).run(under_autocast) == [expected] * 2
 
 
-def planted(group):
+@on_ranks(3)
+def test_a_bias_added_on_every_rank_is_caught(group):
     """The comparison detects a bias that every rank adds before the sum."""
     _, weight, bias, y, _ = whole_layer((64, 12 * group.size()), 20, torch.float32)
     x, *_ = whole_layer((64, 12 * group.size()), 20, torch.float32)
@@ -270,10 +260,6 @@ def planted(group):
     )  # fmt: skip
     with pytest.raises(AssertionError, match="relative error"):
         close(wrong, y, torch.float32)
-
-
-def test_a_bias_added_on_every_rank_is_caught(ranks):
-    ranks(3).run(planted)
 
 
 def memory(group):

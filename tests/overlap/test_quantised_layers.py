@@ -8,6 +8,7 @@ import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands, steps
 from layers import Layers, same
+from pool import on_ranks
 from tolerances import close
 
 import ascend_parallel
@@ -133,7 +134,8 @@ def test_megatrons_row_layer_in_int8(ranks):
     assert ranks(2).run(megatron) == [{}, {}]
 
 
-def modules(group):
+@on_ranks(2)
+def test_a_quantised_layer_is_an_ordinary_module(group):
     """state_dict, deepcopy, casts, moves and refusals."""
     with Layers(group.size()) as layers:
         layer = layers.make("RowParallelLinear", (140, N))
@@ -181,11 +183,8 @@ def modules(group):
     return copies
 
 
-def test_a_quantised_layer_is_an_ordinary_module(ranks):
-    ranks(2).run(modules)
-
-
-def plain_module(group):
+@on_ranks(2)
+def test_a_quantised_layer_can_be_copied(group):
     """deepcopy of a layer that holds no group: a torch Linear."""
     layer = quantise_row_parallel(torch.nn.Linear(70, N), "channel")
     copied = copy.deepcopy(layer)
@@ -194,7 +193,3 @@ def plain_module(group):
     assert torch.equal(copied.weight, 2 * layer.weight)
     x = torch.randn(5, 70)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-
-
-def test_a_quantised_layer_can_be_copied(ranks):
-    ranks(2).run(plain_module)

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from pool import on_ranks
 
 from ascend_parallel import Settings, SettingsError, row_linear
 from ascend_parallel.ops.pending import Pending
@@ -37,7 +38,10 @@ def largest_error(found, true):
     return ((found.double() - true).abs().max() / true.abs().max()).item()
 
 
-def compare(group, dtype, limit):
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_it_matches_the_truth(group, dtype, limit):
     added = []
     add = GradientParts.add
 
@@ -53,12 +57,6 @@ def compare(group, dtype, limit):
     assert added[0] == rows
     assert sum(added) == rows * group.size()
     assert len(added) == 1 + 4 * (group.size() - 1)
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_it_matches_the_truth(ranks, count, dtype, limit):
-    ranks(count).run(compare, dtype, limit)
 
 
 def compare_bfloat16(group):

@@ -1,11 +1,14 @@
 """COC_DETERMINISTIC=tp in Megatron-core: a GPT trains with the same bits at every tensor-parallel degree."""
 
 import hashlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from trained import LLAMA, megatron
+from gpt_training import LLAMA, megatron
 
 import ascend_parallel
 
@@ -121,6 +124,25 @@ def test_without_it_degrees_differ(ranks):
     options = {**GPT, "attention_dropout": 0.0}
     one, two = at_degrees(ranks, options, {"deterministic": True}, degrees=(1, 2))
     assert one["losses"] != two["losses"]
+
+
+IMPORTS = """
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+import ascend_parallel
+print(sorted(patch.target.split(".")[-2] for patch in ascend_parallel.status().patches if patch.applied))
+"""
+
+
+@pytest.mark.slow
+def test_an_exported_variable_patches_what_is_imported_later():
+    """The modules of the sums import the layers themselves: they cannot be imported while the layers are."""
+    environ = {**os.environ, "COC_DETERMINISTIC": "tp"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], env=environ, capture_output=True, text=True)
+    for name in ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "DotProductAttention", "MegatronOptimizer"):
+        assert repr(name) in done.stdout, done.stderr
 
 
 def refused(group, options, settings):

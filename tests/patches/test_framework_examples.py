@@ -14,37 +14,22 @@ FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
 COMPARE = FOLDER / "compare.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("torch_tp", ["--", "--sequence-parallel", "--dtype", "bfloat16"]),
-        pytest.param("torch_tp", ["--", "--sequence-parallel"], marks=pytest.mark.slow),
-        pytest.param("transformers_tp", ["--", "--dtype", "bfloat16"], marks=pytest.mark.slow),
-        pytest.param("transformers_tp", ["--", "--model", "Qwen2", "--generate"], marks=pytest.mark.slow),
-        pytest.param("transformers_tp", ["--", "--accelerate"], marks=pytest.mark.slow),
-        pytest.param("torch_tp", ["--ranks", "4", "--", "--sequence-parallel", "--fsdp"], marks=pytest.mark.slow),
-        pytest.param(
-            "torch_tp",
-            [
-                "--ranks",
-                "3",
-                "--limit",
-                "1e-3",
-                "--",
-                "--hidden",
-                "384",
-                "--heads",
-                "6",
-                "--inner",
-                "768",
-                "--checkpoint",
-            ],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("deepspeed_tp", ["--", "--zero", "1", "--dtype", "bfloat16"], marks=pytest.mark.slow),
+        ("torch_tp", "-- --sequence-parallel --dtype bfloat16"),
+        ("torch_tp", "-- --sequence-parallel"),
+        ("transformers_tp", "-- --dtype bfloat16"),
+        ("transformers_tp", "-- --model Qwen2 --generate"),
+        ("transformers_tp", "-- --accelerate"),
+        ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp"),
+        ("torch_tp", "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint"),
+        ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
     ],
 )
 def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
+    options = options.split()
     for needed in ("transformers", "deepspeed"):
         if script.startswith(needed):
             pytest.importorskip(needed, reason=f"{needed} is not installed")

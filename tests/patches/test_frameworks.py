@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from launch import launch
 
 from ascend_parallel import SettingsError
 from ascend_parallel.environment import read_settings
@@ -25,6 +26,12 @@ def python(code, **environ):
     return subprocess.run(words, env={**kept, **environ}, capture_output=True, text=True, timeout=120)
 
 
+def forked(code, **environ):
+    """Run code where torch and megatron-core are imported already."""
+    (done,) = launch(code, [environ])
+    return done
+
+
 def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
     done = python(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
     assert done.returncode == 0, done.stderr
@@ -42,7 +49,7 @@ def test_it_is_an_error_if_asked_for_at_every_import(asked):
 
 
 def test_only_named_frameworks_are_patched():
-    done = python(IMPORT + SHOW, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="transformers")
+    done = forked(IMPORT + SHOW, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="transformers")
     assert done.stdout.startswith("False {'transformers': "), done.stderr
 
 
@@ -66,16 +73,16 @@ def test_unknown_names_are_refused(value):
 
 def test_symm_mem_is_registered_only_if_it_is_named():
     show = "import torch.distributed.tensor.parallel, ascend_parallel as ap; print(ap.status().frameworks)"
-    named = python(show, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="symm_mem")
+    named = forked(show, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="symm_mem")
     assert "4 kernels of torch's symm_mem registered" in named.stdout, named.stderr
-    assert "symm_mem" not in python(show, COC_PARALLEL_NUM="4").stdout
+    assert "symm_mem" not in forked(show, COC_PARALLEL_NUM="4").stdout
 
 
 def test_what_is_not_installed_is_an_error_only_if_it_is_named():
     hidden = "import sys; sys.modules['deepspeed'] = None\nimport ascend_parallel as ap; ap.configure(); ap.apply()"
-    named = python(hidden, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="deepspeed")
+    named = forked(hidden, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="deepspeed")
     assert "PatchError: deepspeed: found none installed" in named.stderr
-    assert python(hidden, COC_PARALLEL_NUM="4").returncode == 0
+    assert forked(hidden, COC_PARALLEL_NUM="4").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from layers import Layers, same
+from pool import on_ranks
 
 KERNELS = pytest.mark.parametrize(
     "settings",
@@ -273,7 +274,8 @@ def test_what_is_not_covered_goes_to_the_original(ranks):
     assert second["lines"] == []
 
 
-def conflicts(group):
+@on_ranks(2)
+def test_conflicting_features_are_refused_by_name(group):
     import sys
 
     import ascend_parallel
@@ -292,10 +294,6 @@ def conflicts(group):
                 layers.make("RowParallelLinear")(torch.randn(128, 96 // group.size()))
         finally:
             del sys.modules["megatron.training.global_vars"]
-
-
-def test_conflicting_features_are_refused_by_name(ranks):
-    ranks(2).run(conflicts)
 
 
 def whole_modules(group):

@@ -108,6 +108,7 @@ def replaced_in_autograd(group):
         "collective": (module, "dist_reduce_scatter_func", lambda *_, **__: None),
         "gather": (mappings, "_gather_along_first_dim", mappings._reduce),
         "class": (module, AUTOGRAD, type(AUTOGRAD, (linear,), {})),
+        "matmul": (torch, "matmul", lambda x, w, matmul=torch.matmul: 2 * matmul(x, w)),
         "harmless": (linear, "forward", mindspeed["linear_forward_main_grad_wrapper"](forward)),
     }
     found = {}
@@ -139,12 +140,14 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
             ("collective", "layers.dist_reduce_scatter_func is <lambda> of test_megatron_unusual_calls"),
             ("gather", "mappings._gather_along_first_dim is _reduce of megatron.core.tensor_parallel.mappings"),
             ("class", f"layers.{AUTOGRAD} is test_megatron_unusual_calls.{AUTOGRAD}"),
+            ("matmul", "torch.matmul is <lambda> of test_megatron_unusual_calls"),
         ):
             alike, ran, covered = found[name]
             assert alike == [True, True], name
             assert not ran, name
             assert covered.startswith("0 of 1 linear layers covered"), name
-            assert f"what it computes was replaced: megatron.core.tensor_parallel.{what}" in covered
+            where = "" if name == "matmul" else "megatron.core.tensor_parallel."
+            assert f"what it computes was replaced: {where}{what}" in covered
         assert found["harmless"] == ([True, True], True, "1 of 1 linear layers covered")
         assert found["none"] == "1 of 1 linear layers covered"
 

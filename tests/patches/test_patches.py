@@ -7,6 +7,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from launch import launch
 
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet, in_range
 from ascend_parallel.patches.megatron import NEWEST, VERSIONS
@@ -252,7 +253,7 @@ print(ap.status().state, hasattr(C.forward.__wrapped__, "__wrapped__"))
 
 
 def test_apply_while_off_is_refused():
-    failed = python("import ascend_parallel as ap; ap.apply()")
+    (failed,) = launch("import ascend_parallel as ap; ap.apply()", [{}])
     assert (
         "nothing to apply: COC_PARALLEL_NUM=1, USE_COC_FUSED_KERNEL=0 and COC_MODE=-1 switch overlap off"
         in failed.stderr

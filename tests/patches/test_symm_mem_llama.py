@@ -67,7 +67,7 @@ class Llama(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, HIDDEN)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block()])
         self.norm, self.head = nn.RMSNorm(HIDDEN), linear(HIDDEN, WORDS)
 
     def forward(self, tokens):
@@ -117,9 +117,10 @@ def compiled(group, tag):
     return {operator: (total["calls"], total["chunks"] > total["calls"]) for operator, total in counts.items()}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_compiled_llama_is_that_of_one_card(ranks, count):
-    """Gathers: q, k, v and gate, up of two blocks and the head, and before the gradients of o and down; no fusion of
+    """Gathers: q, k, v and gate, up of a block and the head, and before the gradients of o and down; no fusion of
     sums of products before a scatter, so the scatters are those of o and down, and the head's gradient."""
     for counts in ranks(count).run(compiled, fresh()):
-        assert counts == {"all_gather_matmul": (9, True), "matmul_reduce_scatter": (5, True)}
+        assert counts == {"all_gather_matmul": (5, True), "matmul_reduce_scatter": (3, True)}

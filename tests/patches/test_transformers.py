@@ -159,6 +159,7 @@ def sharded_twice(group, path):
     return unequal(*both(model, step))
 
 
+@pytest.mark.slow
 @AS_TRIED
 def test_with_fully_sharded_data_parallel(ranks, path):
     assert ranks(4).run(sharded_twice, path("Llama")) == [[]] * 4

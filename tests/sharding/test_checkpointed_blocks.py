@@ -6,6 +6,7 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
+from pool import on_ranks
 from sharded_models import BATCHES, CHUNKS, EXACT, FORMS, MLP, compare, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
@@ -208,7 +209,8 @@ def test_several_forwards_in_flight(ranks):
         ranks(2).run(flights, {**LAYERS, "keep": ["layers.*.up"], "collectives": collectives})
 
 
-def twice(group):
+@on_ranks(2)
+def test_backward_twice(group):
     _, plain, recomputing, batch = models("Llama", (2,), LAYERS)
     found = []
     for model in (plain, recomputing):
@@ -218,10 +220,6 @@ def twice(group):
             loss.backward()
         found.append([param.grad for param in model.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-def test_backward_twice(ranks):
-    ranks(2).run(twice)
 
 
 class Normed(nn.Module):
@@ -235,7 +233,8 @@ class Normed(nn.Module):
         return self.down(F.gelu(self.norm(self.up(x)))).square().mean()
 
 
-def statistics(group):
+@on_ranks(2)
+def test_running_statistics_are_updated_once(group):
     model = made(Normed)
     x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = propagate(
@@ -249,10 +248,6 @@ def statistics(group):
         found.append((sharded.full_state_dict(), sharded.full_gradients()))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert found[0][0]["norm.num_batches_tracked"] == 3
-
-
-def test_running_statistics_are_updated_once(ranks):
-    ranks(2).run(statistics)
 
 
 def memory(group, options, keywords):
@@ -284,7 +279,8 @@ def test_memory_between_forward_and_backward(ranks, overlap):
     assert plain - single == pytest.approx(8 * numbers, rel=0.01)
 
 
-def refusals(group):
+@on_ranks(2)
+def test_refusals(group):
     whole = made(small_models.GPT, dropout=0.3)
     batch = BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2,)))
@@ -303,10 +299,6 @@ def refusals(group):
     refused("without recompute.modules", ValueError, keep=["layers.*"])
     with pytest.raises(DisagreementError, match="recompute is Recompute"):
         ShardedModule(whole, plan, recompute=Recompute(modules=["layers.*"] if group.rank() else []))
-
-
-def test_refusals(ranks):
-    ranks(2).run(refusals)
 
 
 def own_sums(group, options):

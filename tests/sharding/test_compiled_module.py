@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from pool import on_ranks
 from sharded_models import MLP, Blocks, made, mesh_of, tensor_parallel
 from torch import nn
 
@@ -34,17 +35,14 @@ def x_of(seed, features=6):
     return torch.randn(8, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(group):
+@on_ranks(2)
+def test_a_buffer_stored_from_another_gets_the_value_from_before(group):
     whole = made(History)
     sharded = ShardedModule(whole, propagate(trace(whole, (x_of(0),)), mesh_of((2,)), objective="redistribution"))
     for seed in range(3):
         expected, found = whole(x_of(seed)), sharded(x_of(seed))
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(dict(sharded.named_buffers()), dict(whole.named_buffers()))
-
-
-def test_a_buffer_stored_from_another_gets_the_value_from_before(ranks):
-    ranks(2).run(stored)
 
 
 def mlp(**options):
@@ -61,7 +59,9 @@ def step(model, x):
     return y.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def copied(group, overlap):
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks(2)
+def test_a_copy_trains_and_counts_for_itself(group, overlap):
     _, sharded, x = mlp(overlap=overlap)
     first = step(sharded, x)
     other = copy.deepcopy(sharded)
@@ -79,12 +79,8 @@ def copied(group, overlap):
         sharded.collective_counts = Counter()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_copy_trains_and_counts_for_itself(ranks, overlap):
-    ranks(2).run(copied, overlap)
-
-
-def replaced(group):
+@on_ranks(2)
+def test_a_replaced_submodule_is_the_one_that_runs(group):
     _, sharded, x = mlp()
     before = sharded(x)
     other = nn.Module()
@@ -96,15 +92,8 @@ def replaced(group):
     assert all(parameter.grad is not None for parameter in other.parameters())
 
 
-def test_a_replaced_submodule_is_the_one_that_runs(ranks):
-    ranks(2).run(replaced)
-
-
-def test_another_value_of_compile_is_refused(ranks):
-    ranks(2).run(refused)
-
-
-def refused(group):
+@on_ranks(2)
+def test_another_value_of_compile_is_refused(group):
     with pytest.raises(ValueError, match="compile='all': give 'segments', or None"):
         mlp(compile="all")
 

@@ -5,6 +5,7 @@ import pytest
 import small_models
 import torch
 from decoders import check_step, decoder, in_float64, sgd
+from pool import on_ranks
 from sharded_models import EXACT, made
 
 from ascend_parallel.sharding.graph import Value
@@ -73,7 +74,8 @@ def test_a_long_sequence_has_the_gradients_of_one_card(ranks, cp):
     ranks(cp).run(trained, {"cp": cp})
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [{"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_with_data_and_tensor_parallelism(ranks, sizes):
     ranks(4).run(trained, sizes, "time")
 
@@ -85,7 +87,8 @@ def test_keys_are_gathered_before_their_heads_are_repeated():
     assert {plan.graph.meta(one.value).shape[1] for one in gathers if len(plan.graph.meta(one.value).shape) == 4} == {2}
 
 
-def exchanged(group):
+@on_ranks(2)
+def test_the_sequence_is_exchanged_for_the_heads(group):
     """A GPT, whose keys have as many heads as its queries: the plan exchanges the sequence for the heads."""
     model = made(small_models.GPT, length=LENGTH)
     _, batch = model_and_batch(1)
@@ -102,11 +105,8 @@ def exchanged(group):
     torch.testing.assert_close(sharded.full_gradients(), gradients, **EXACT)
 
 
-def test_the_sequence_is_exchanged_for_the_heads(ranks):
-    ranks(2).run(exchanged)
-
-
-def without_places(group):
+@on_ranks(2)
+def test_queries_without_their_place_are_seen(group):
     """Attention of a rank's queries as if they were the first of the sequence."""
     kept = registry.ENTRIES[ATTENTION]
     registry.ENTRIES[ATTENTION] = registry.RegisteredRule(kept.rule)
@@ -117,24 +117,21 @@ def without_places(group):
         registry.ENTRIES[ATTENTION] = kept
 
 
-def test_queries_without_their_place_are_seen(ranks):
-    ranks(2).run(without_places)
-
-
 def hugging_face(group, name, tp, stages):
     changes = {"max_position_embeddings": 128}
     strategy = example.strategy_of(name, 1, tp, stages, 2, **changes)
     return check_step(name, strategy, changes, batch=example.batch_of(0, stages, 128))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "stages"), [("Llama", 2, 1), ("GPT2", 1, 2)])
 def test_decoders_of_hugging_face(ranks, name, tp, stages):
     held = ranks(4).run(hugging_face, name, tp, stages)
     assert set().union(*held) == set(dict(decoder(name).named_parameters()))
 
 
-def local_batches(group):
+@on_ranks(2)
+def test_every_rank_gives_its_part_of_the_sequence(group):
     (tokens,) = example.batch_of(0, 1, 64)
     strategy = Strategy(mesh={"cp": 2}, data_dim=None, sequence_dim="cp")
     with in_float64("Llama"):
@@ -144,10 +141,6 @@ def local_batches(group):
         loss = step(tokens.chunk(2, dim=1)[group.rank()])
     step.close()
     torch.testing.assert_close(loss, expected.detach(), **EXACT)
-
-
-def test_every_rank_gives_its_part_of_the_sequence(ranks):
-    ranks(2).run(local_batches)
 
 
 def test_a_sequence_dimension_that_does_not_fit_is_refused():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import on_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.sharding import ProcessMesh, dtensor_from_local, shard_tensor
@@ -85,7 +86,11 @@ def targets_of(name, rows, generator):
     return target
 
 
-def by_class(group, name):
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", BY_CLASS)
+@on_ranks()
+def test_losses_by_class_count_the_targets_of_all_ranks(group, name):
     mesh, (function, options) = ProcessMesh(list(range(group.size()))), BY_CLASS[name]
     whole_options = {key: value for key, value in options.items() if not isinstance(value, torch.Tensor)}
     tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
@@ -109,14 +114,8 @@ def by_class(group, name):
                 torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("name", BY_CLASS)
-def test_losses_by_class_count_the_targets_of_all_ranks(ranks, count, name):
-    ranks(count).run(by_class, name)
-
-
-def filled(group):
+@on_ranks(2)
+def test_a_number_is_not_written_as_a_term_of_a_sum(group):
     mesh = ProcessMesh(list(range(group.size())))
     x = dtensor_from_local(torch.ones(4, dtype=torch.float64), mesh, [Partial()])
     torch.testing.assert_close(torch.empty_like(x).fill_(1).full_tensor(), torch.ones(4, dtype=torch.float64))
@@ -126,7 +125,3 @@ def filled(group):
     cut = shard_tensor(torch.ones(4, 6), mesh, [Shard(1)])
     assert torch.empty_like(cut).placements == cut.placements
     assert cut.fill_(2).full_tensor().eq(2).all()
-
-
-def test_a_number_is_not_written_as_a_term_of_a_sum(ranks):
-    ranks(2).run(filled)

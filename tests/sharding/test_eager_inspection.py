@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plans import by_hand
+from pool import on_ranks
 from sharded_models import GIVEN, MLP, PARTIAL, S0, S1, S2, C, made, mesh_of
 from torch import nn
 
@@ -43,7 +44,9 @@ LOOKS = {
 }
 
 
-def watched(_group):
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks()
+def test_what_is_seen_is_the_whole_tensor_and_the_training_is_unchanged(_group):
     x = torch.linspace(-1, 1, 96, dtype=torch.float64).view(4, 2, 12)
     truth, model = made(Watched), made(Watched)
     parallelize(model, planned(model, x))
@@ -71,12 +74,8 @@ def looked(output):
         return output.norm().item()
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_what_is_seen_is_the_whole_tensor_and_the_training_is_unchanged(ranks, count):
-    ranks(count).run(watched)
-
-
-def refused(_group):
+@on_ranks(2)
+def test_what_is_looked_at_does_not_become_a_part_of_the_forward(_group):
     x = torch.ones(4, 2, 12, dtype=torch.float64)
     model = made(Watched)
     parallelize(model, planned(model, x))
@@ -94,7 +93,3 @@ def refused(_group):
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, pytest.raises(ValueError, match=r"when it was traced|the forward ended"):
             model(x)
-
-
-def test_what_is_looked_at_does_not_become_a_part_of_the_forward(ranks):
-    ranks(2).run(refused)

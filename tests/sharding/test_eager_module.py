@@ -8,6 +8,7 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from plans import by_hand, planned_collectives
+from pool import on_ranks
 from sharded_models import (
     BATCHES,
     CHUNKS,
@@ -229,7 +230,8 @@ class Checkpointed(MLP):
         return recompute(super().forward, x, use_reentrant=False)
 
 
-def recomputed(group):
+@on_ranks(2)
+def test_torchs_checkpoint_reruns_the_calls(group):
     whole, x = (
         made(Checkpointed),
         torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
@@ -244,11 +246,8 @@ def recomputed(group):
     assert len(shapes) == 2  # in forward, and in backward
 
 
-def test_torchs_checkpoint_reruns_the_calls(ranks):
-    ranks(2).run(recomputed)
-
-
-def hooked(group):
+@on_ranks(2)
+def test_hooks_see_whole_shapes(group):
     model, x = made(MLP), torch.ones(4, 2, 12, dtype=torch.float64)
     truth = model(x).detach()
     parallelize(model, tensor_parallel(trace(model, (x,)), mesh_of((2,))))
@@ -276,10 +275,6 @@ def hooked(group):
     # torch gives the forward a copy of its input, made without gradients: no tensor that was traced
     with pytest.raises(ValueError, match=r"up: the forward calls torch.nn.functional.linear\(a tensor of shape"):
         model(x)
-
-
-def test_hooks_see_whole_shapes(ranks):
-    ranks(2).run(hooked)
 
 
 def saved(group, folder):
@@ -353,7 +348,8 @@ class Nested(nn.Module):
         }
 
 
-def nested(group):
+@on_ranks(2)
+def test_tied_parameters_buffers_and_nested_outputs(group):
     whole, tokens = made(Nested), torch.arange(8).reshape(4, 2)
     scale = torch.tensor(1.5, dtype=torch.float64)
     graph = trace(whole, (tokens,), {"scale": scale})
@@ -380,18 +376,11 @@ def nested(group):
         model(tokens[:2], scale=scale)
 
 
-def test_tied_parameters_buffers_and_nested_outputs(ranks):
-    ranks(2).run(nested)
-
-
-def local_inputs(group):
+@on_ranks(2)
+def test_local_inputs(group):
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     truth = model(x).detach()
     parallelize(model, sequence_parallel(trace(model, (x,)), mesh_of((2,))), local_inputs=True)
     torch.testing.assert_close(model(x.chunk(2)[group.rank()]).detach(), truth, **EXACT)
     with pytest.raises(ValueError, match=r"the plan is for \[2, 2, 12\]"):
         model(x)
-
-
-def test_local_inputs(ranks):
-    ranks(2).run(local_inputs)

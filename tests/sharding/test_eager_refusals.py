@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plans import by_hand
+from pool import on_ranks
 from sharded_models import GIVEN, MLP, S0, S1, C, made, mesh_of, tensor_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +35,8 @@ class Turning(nn.Module):
         return h - x
 
 
-def turned(group):
+@on_ranks(2)
+def test_a_forward_that_differs_from_the_traced_forward_is_refused(group):
     model, x = made(Turning), torch.ones(2, 12, dtype=torch.float64)
     plan = by_hand(trace(model, (x,)), mesh_of((2,)), {f"mlp.{name}": layout for name, layout in GIVEN.items()})
     parallelize(model, plan)
@@ -42,7 +44,8 @@ def turned(group):
     for change, message in (
         (
             "branch",
-            r"the forward calls torch.Tensor.neg\(mul_1\); when it was traced there was torch.Tensor.sub\(mul_1, x",
+            r"test_eager_refusals.py:\d+: the model: the forward calls torch.Tensor.neg\(mul_1\); when it was traced "
+            r"there was torch.Tensor.sub\(mul_1, x",
         ),
         ("early", r"the forward ended where it called torch.Tensor.sub\(mul_1, x"),
         ("swapped", r"the forward calls torch.Tensor.sub\(x, mul_1"),
@@ -62,10 +65,6 @@ def turned(group):
         model.seen[-1].to_local()
     with pytest.raises(ValueError, match="parallelized already"):
         parallelize(model, plan)
-
-
-def test_a_forward_that_differs_from_the_traced_forward_is_refused(ranks):
-    ranks(2).run(turned)
 
 
 class Backward(torch.autograd.Function):
@@ -94,7 +93,8 @@ class Outside(MLP):
 OUTSIDE = torch.ones(12, dtype=torch.float64)
 
 
-def refused(group):
+@on_ranks(2)
+def test_models_that_cannot_run_eagerly_are_refused(group):
     x, mesh = torch.ones(4, 2, 12, dtype=torch.float64), mesh_of((2,))
     model = made(MLP)
     plan = tensor_parallel(trace(model, (x,)), mesh)
@@ -103,16 +103,12 @@ def refused(group):
     with pytest.raises(ValueError, match=r"cannot be held as R\*:"):
         parallelize(made(MLP), by_hand(plan.graph, mesh, {"up.weight": C}))
     for kind, reason in (
-        (Aliased, "an in-place operator writes to a tensor with aliases"),
+        (Aliased, r"\.py:\d+: aten\.add_\.Tensor writes to a tensor with aliases"),
         (Outside, "register it as a buffer"),
     ):
         graph = trace(made(kind), (x,))
         with pytest.raises(ValueError, match=f"cannot be run eagerly: .*{reason}.*ShardedModule"):
             parallelize(made(kind), by_hand(graph, mesh))
-
-
-def test_models_that_cannot_run_eagerly_are_refused(ranks):
-    ranks(2).run(refused)
 
 
 class Twice(nn.Module):
@@ -130,7 +126,8 @@ class Twice(nn.Module):
         return checkpoint(run, h, use_reentrant=False).sin() + checkpoint(run, h, use_reentrant=False).cos()
 
 
-def twice(group):
+@on_ranks(2)
+def test_the_same_call_in_two_checkpoints_is_refused(group):
     """Shard the two checkpoints along different dimensions: which of them is recomputed makes a difference."""
     model, x = made(Twice), torch.arange(64, dtype=torch.float64).view(4, 4, 4) / 64
     graph = trace(model, (x,))
@@ -139,10 +136,6 @@ def twice(group):
     eager = parallelize(model, by_hand(graph, mesh_of((2,)), {}, calls))
     with pytest.raises(ValueError, match=r"calls this 2 times, and which call torch\.utils\.checkpoint runs again"):
         eager(x).sum().backward()
-
-
-def test_the_same_call_in_two_checkpoints_is_refused(ranks):
-    ranks(2).run(twice)
 
 
 def test_a_backward_of_its_own_is_refused():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from allocations import peak_bytes
 from plans import by_hand
+from pool import on_ranks
 from sharded_models import BATCHES, EXACT, S0, C, gradients, made, mesh_of, planned, tokens_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,7 +92,10 @@ def test_data_parallel_training(ranks, count):
         assert without == 0 < default < small
 
 
-def two_dimensions_training(group, name):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["GPT", "ResNet"])
+@on_ranks(4)
+def test_training_on_two_mesh_dimensions(group, name):
     whole, batch = made(getattr(small_models, name)), BATCHES[name](torch.Generator().manual_seed(7))
     beside = ShardedModule(whole, planned(name, trace(whole, batch), mesh_of((2, 2))), bucket_bytes=SMALL)
     losses = losses_of(beside, batch)
@@ -100,12 +104,9 @@ def two_dimensions_training(group, name):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["GPT", "ResNet"])
-def test_training_on_two_mesh_dimensions(ranks, name):
-    ranks(4).run(two_dimensions_training, name)
-
-
-def accumulated(group, held):
+@pytest.mark.parametrize("held", [(), ("dp",), ("mp",)], ids=str)
+@on_ranks(4)
+def test_gradients_of_several_backwards(group, held):
     """Two backwards: both outside of no_sync, both inside, the first inside."""
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
@@ -123,12 +124,6 @@ def accumulated(group, held):
         sharded.reduce_gradients()  # nothing is left
         torch.testing.assert_close(sharded.full_gradients(), twice, **EXACT)
         sharded.zero_grad()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("held", [(), ("dp",), ("mp",)], ids=str)
-def test_gradients_of_several_backwards(ranks, held):
-    ranks(4).run(accumulated, held)
 
 
 class Sides(nn.Module):
@@ -150,7 +145,9 @@ def sides(mesh):
     return model, by_hand(graph, mesh, {"x": S0}, calls), x
 
 
-def terms(group):
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks()
+def test_terms_of_a_deferred_gradient_sum_to_the_gradient(group):
     """The terms under no_sync sum to the gradient, also where every rank computes the full gradient."""
     model, plan, x = sides(ProcessMesh(list(range(group.size())), ["dp"]))
     sum(model(x)).backward()
@@ -182,11 +179,6 @@ def terms(group):
         ShardedModule(model, plan, bucket_bytes=-1)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_terms_of_a_deferred_gradient_sum_to_the_gradient(ranks, count):
-    ranks(count).run(terms)
-
-
 def functions(loss):
     """Return the names of the autograd functions behind a loss."""
     found, waiting = set(), [loss.grad_fn]
@@ -206,7 +198,8 @@ def same_gradients(first, second):
     return all(torch.equal(gradient, others[name]) for name, gradient in mine.items() if gradient is not None)
 
 
-def steps(group):
+@on_ranks(4)
+def test_a_step_that_defers_all_sums(group):
     """no_sync_of_step has the bits of no_sync, and notices what the parameters are when it begins."""
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2, 2)))
@@ -256,11 +249,8 @@ def steps(group):
     assert "_ReadBackward" in functions(second(*batch))
 
 
-def test_a_step_that_defers_all_sums(ranks):
-    ranks(4).run(steps)
-
-
-def partly(group):
+@on_ranks(2)
+def test_outputs_that_are_not_all_differentiated(group):
     """Backward from an output, then from the other; twice from the same output; from two forwards at once."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
     sharded = ShardedModule(model, plan)
@@ -282,11 +272,8 @@ def partly(group):
     torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
 
 
-def test_outputs_that_are_not_all_differentiated(ranks):
-    ranks(2).run(partly)
-
-
-def other_calls(group):
+@on_ranks(2)
+def test_other_calls_to_differentiate(group):
     """autograd.grad, some inputs of backward, create_graph, hooks, a parameter frozen later."""
     model, plan, x = sides(ProcessMesh([0, 1], ["dp"]))
     sharded = ShardedModule(model, plan)
@@ -315,10 +302,6 @@ def other_calls(group):
     torch.testing.assert_close(seen, [found[0][0]], **EXACT)
 
 
-def test_other_calls_to_differentiate(ranks):
-    ranks(2).run(other_calls)
-
-
 class Stack(nn.Module):
     def __init__(self, layers=6, width=8):
         super().__init__()
@@ -335,7 +318,8 @@ def stack():
     return model, by_hand(graph, mesh_of((dist.get_world_size(),)), {"x": S0}, calls), x
 
 
-def failing(group):
+@on_ranks(2)
+def test_a_backward_that_fails(group):
     """A backward that fails on every rank leaves nothing to the next."""
     model, plan, x = stack()
     sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
@@ -357,10 +341,6 @@ def failing(group):
         module.zero_grad()
         module(x).sum().backward()
     torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
-
-
-def test_a_backward_that_fails(ranks):
-    ranks(2).run(failing)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import EXACT, check_step, decoder, in_float64
+from pool import on_ranks
 from sharded_models import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
@@ -19,8 +20,8 @@ from ascend_parallel.training import train_step
 # Mixtral's router computes its softmax in float32.
 ROUNDED = {"rtol": 1e-5, "atol": 1e-8}
 VARIANTS = {
-    "Llama": {},
     "Qwen2": {},
+    "Llama": {},
     "Mistral": {"attn_implementation": "eager"},
     "Mixtral": {},
     "GPT2": {},
@@ -44,7 +45,7 @@ def test_a_decoder_trains_data_and_tensor_parallel(ranks, name):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Mixtral", "GPT2"])
+@pytest.mark.parametrize("name", ["GPT2", "Mixtral"])
 def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks, name):
     held = ranks(4).run(trained, name, 1, 2, 2, {})
     assert union(held) == set(dict(decoder(name).named_parameters()))
@@ -56,7 +57,8 @@ def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
     assert union(held) == set(dict(decoder("Llama").named_parameters()))
 
 
-def with_the_bias_on_every_rank(group):
+@on_ranks(2)
+def test_a_bias_added_twice_is_seen(group):
     kept = registry.ENTRIES["aten.addmm"]
     registry.ENTRIES["aten.addmm"] = registry.RegisteredRule(kept.rule)
     try:
@@ -64,10 +66,6 @@ def with_the_bias_on_every_rank(group):
             trained(group, "GPT2", 1, 2, 1, {})
     finally:
         registry.ENTRIES["aten.addmm"] = kept
-
-
-def test_a_bias_added_twice_is_seen(ranks):
-    ranks(2).run(with_the_bias_on_every_rank)
 
 
 @pytest.mark.sample(1)
@@ -88,7 +86,8 @@ def test_the_example_has_the_losses_of_one_process(ranks):
         assert losses[-1] < losses[0]
 
 
-def evaluated(group):
+@on_ranks(2)
+def test_a_decoder_is_evaluated_without_dropout(group):
     """Dropout of GPT-2 as it is by default; the mask differs in evaluation, as it does in training."""
     model = decoder("GPT2", resid_pdrop=0.1, attn_pdrop=0.1)
     optimizer = torch.optim.SGD(model.parameters())
@@ -96,10 +95,6 @@ def evaluated(group):
     found, expected = step.evaluate(*example.batch_of(1)), example.loss(model.eval(), *example.batch_of(1))
     step.close()
     torch.testing.assert_close(found, expected.detach(), **EXACT)
-
-
-def test_a_decoder_is_evaluated_without_dropout(ranks):
-    ranks(2).run(evaluated)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 1024}
@@ -110,7 +105,8 @@ def planned(model, args, kwargs, mesh):
     return propagate(graph, mesh, example.tensor_parallel(model), data_dim="dp", objective="redistribution")
 
 
-def own_loss(group):
+@on_ranks(2)
+def test_the_models_own_loss(group):
     """The model's own loss, by the functions of the package; its last layers contract over 1024."""
     tokens = torch.cat([example.batch_of(seed)[0] for seed in range(2)])
     with in_float64("Llama"):
@@ -133,11 +129,8 @@ def mesh_with_tp(shape):
     return ProcessMesh(torch.arange(shape[0] * shape[1]).reshape(shape), ["dp", "tp"])
 
 
-def test_the_models_own_loss(ranks):
-    ranks(2).run(own_loss)
-
-
-def run_eagerly(group):
+@on_ranks(4)
+def test_a_decoder_runs_eagerly_with_its_mask_as_an_input(group):
     """The model's own Python, where the mask is an input: while it is traced it would make another mask."""
     tokens = example.batch_of(0)[0]
     length = tokens.shape[1]
@@ -152,10 +145,6 @@ def run_eagerly(group):
     torch.testing.assert_close(found, expected, **EXACT)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad, **EXACT)
-
-
-def test_a_decoder_runs_eagerly_with_its_mask_as_an_input(ranks):
-    ranks(4).run(run_eagerly)
 
 
 class Regions(nn.Module):
@@ -197,7 +186,9 @@ def columns(graph, mesh):
     return propagate(graph, mesh, {"first": ([None, ("mp", 1), None], None)}, objective="redistribution")
 
 
-def regions(group, kind):
+@pytest.mark.parametrize("kind", [Regions, Mapped])
+@on_ranks(2)
+def test_regions_have_the_gradients_of_one_card(group, kind):
     x = torch.linspace(-1, 1, 2 * 6 * 12, dtype=torch.float64).reshape(2, 6, 12)
     model, whole = made(kind), made(kind)
     with torch.no_grad():
@@ -214,12 +205,8 @@ def regions(group, kind):
             torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad, **EXACT)
 
 
-@pytest.mark.parametrize("kind", [Regions, Mapped])
-def test_regions_have_the_gradients_of_one_card(ranks, kind):
-    ranks(2).run(regions, kind)
-
-
-def with_regions_ignored(group):
+@on_ranks(2)
+def test_a_gradient_through_a_region_without_is_seen(group):
     kept, function_calls.detached = function_calls.detached, lambda returned, leaves: returned
     try:
         x = torch.ones(2, 6, 12, dtype=torch.float64)
@@ -229,10 +216,6 @@ def with_regions_ignored(group):
             compare(model, sharded, x)
     finally:
         function_calls.detached = kept
-
-
-def test_a_gradient_through_a_region_without_is_seen(ranks):
-    ranks(2).run(with_regions_ignored)
 
 
 def test_what_depends_on_data_is_named_with_the_line():

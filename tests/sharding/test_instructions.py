@@ -12,6 +12,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes
+from pool import on_ranks
 from sharded_models import BATCHES, CHUNKS, MLP, Blocks, column_and_row, made, mesh_of, planned, tensor_parallel
 from torch import nn
 from torch.nn import functional as F
@@ -138,7 +139,9 @@ def without_frees(program):
     return replace(program, instructions=tuple(inner))
 
 
-def same_bits(group, recompute):
+@pytest.mark.parametrize("recompute", [None, LAYERS], ids=["kept", "recomputed"])
+@on_ranks(2)
+def test_frees_do_not_change_a_bit(group, recompute):
     whole, batch = made(small_models.GPT, dropout=0.3), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan, found = planned("GPT", trace(whole, batch), mesh_of((2,))), []
     for change in (lambda program: program, without_frees):
@@ -153,11 +156,6 @@ def same_bits(group, recompute):
             found.append((model(*batch), {name: param.grad for name, param in model.named_parameters()}))
     assert len(change(program).instructions) < len(program.instructions)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("recompute", [None, LAYERS], ids=["kept", "recomputed"])
-def test_frees_do_not_change_a_bit(ranks, recompute):
-    ranks(2).run(same_bits, recompute)
 
 
 class ByHand(nn.Module):

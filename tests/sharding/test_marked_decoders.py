@@ -4,6 +4,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import decoder, in_float64
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
@@ -66,16 +67,13 @@ def looked(_group, name, **changes):
                 torch.testing.assert_close(parameter.grad.full_tensor(), truth.get_parameter(key).grad)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("Llama", {}), ("GPT2", {}), ("Qwen2", {}), ("Mistral", {}), ("Llama", {"attn_implementation": "eager"})],
 )
-def test_a_marked_decoder_runs_as_one_card(ranks, name, changes):
-    ranks(4).run(run_looked, name, changes)
-
-
-def run_looked(group, name, changes):
+@on_ranks(4)
+def test_a_marked_decoder_runs_as_one_card(group, name, changes):
     looked(group, name, **changes)
 
 
@@ -100,7 +98,8 @@ def given(group, made):
     return mesh, model, truth, x
 
 
-def plain(group):
+@on_ranks(3)
+def test_a_tensor_that_the_forward_makes_is_replicated(group):
     made = lambda x: torch.arange(x.shape[-1], dtype=x.dtype) + torch.tensor(1.0)  # noqa: E731
     mesh, model, truth, x = given(group, made)
     found = model(shard_tensor(x, mesh, [Shard(0)]))
@@ -120,11 +119,8 @@ def plain(group):
     assert dtensor_from_local(x, mesh, [Shard(0)]).shape == (6 * group.size(), 4)
 
 
-def test_a_tensor_that_the_forward_makes_is_replicated(ranks):
-    ranks(3).run(plain)
-
-
-def different(group):
+@on_ranks(3)
+def test_tensors_that_differ_between_ranks_are_refused_on_all(group):
     mesh, model, _, x = given(group, lambda x: torch.full((4,), float(group.rank() == 1), dtype=x.dtype))
     with pytest.raises(ValueError, match=r"mul gets a plain tensor, \[4\] of torch\.float64, beside DTensors, and its"):
         model(shard_tensor(x, mesh, [Shard(0)]))
@@ -135,7 +131,3 @@ def different(group):
     with pytest.raises(ValueError, match=r"add_ of DTensors writes to a plain tensor: make it a DTensor"):
         model(shard_tensor(x, mesh, [Shard(0)]))
     assert _len_torch_function_stack() == 0
-
-
-def test_tensors_that_differ_between_ranks_are_refused_on_all(ranks):
-    ranks(3).run(different)

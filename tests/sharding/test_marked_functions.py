@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -111,7 +112,8 @@ def test_functions_are_those_of_whole_tensors(ranks, functions, shape):
     ranks(torch.Size(shape).numel()).run(compared, functions, shape)
 
 
-def arrays(group):
+@on_ranks(2)
+def test_arrays_data_and_parameters_made_of_dtensors(group):
     mesh = ProcessMesh(list(range(group.size())))
     whole = torch.arange(32.0, dtype=torch.float64).view(4, 8)
     x = shard_tensor(whole.clone(), mesh, [Shard(0)])
@@ -134,11 +136,8 @@ def arrays(group):
     torch.testing.assert_close(unshard(held.detach()), truth.detach())
 
 
-def test_arrays_data_and_parameters_made_of_dtensors(ranks):
-    ranks(2).run(arrays)
-
-
-def partials(group):
+@on_ranks(3)
+def test_partial_sums_and_extremes_are_complete_before_they_are_read(group):
     mesh = ProcessMesh(list(range(group.size())))
     term = torch.full((4, 6), group.rank() + 1.0, dtype=torch.float64)
     for op, expected in (("sum", 6.0), ("avg", 2.0), ("max", 3.0), ("min", 1.0)):
@@ -150,11 +149,8 @@ def partials(group):
         torch.testing.assert_close(local.grad, torch.full_like(local, share))
 
 
-def test_partial_sums_and_extremes_are_complete_before_they_are_read(ranks):
-    ranks(3).run(partials)
-
-
-def refused(group):
+@on_ranks(2)
+def test_what_views_and_in_place_functions_cannot_do_is_refused(group):
     mesh, other = ProcessMesh(list(range(group.size())), ["a"]), ProcessMesh([[0], [1]], ["a", "b"])
     x = shard_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0)])
     view = x[:, 1:]
@@ -177,10 +173,6 @@ def refused(group):
         (x.clone().requires_grad_() * 2).backward()
     with pytest.raises(ValueError, match=r"resize_as_ makes \[2, 2\]"):
         x.resize_as_(torch.ones(2, 2))
-
-
-def test_what_views_and_in_place_functions_cannot_do_is_refused(ranks):
-    ranks(2).run(refused)
 
 
 class Said(logging.Handler):

@@ -7,6 +7,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import decoder
+from pool import on_ranks
 from test_marked_decoders import columns_and_rows
 from test_marked_decoders import loss as decoder_loss
 from torch import nn
@@ -114,7 +115,8 @@ def test_a_net_with_running_statistics_trains_as_on_one_card(ranks, recompute, c
     ranks(count).run(trained, recompute, {"foreach": recompute is False})
 
 
-def habits(group):
+@on_ranks(4)
+def test_what_users_do_with_tensors_and_models(group):
     _, truth, net, x, given = nets(group)
     # hooks on tensors change gradients, torch.autograd.grad and retain_grad read them
     results = []
@@ -147,11 +149,8 @@ def habits(group):
     assert f"{net(given).sum():.3f}" == f"{truth(x).sum():.3f}"
 
 
-def test_what_users_do_with_tensors_and_models(ranks):
-    ranks(4).run(habits)
-
-
-def autocasted(group):
+@on_ranks(4)
+def test_autocast_casts_what_it_casts_on_one_card(group):
     _, truth, net, x, given = nets(group)
     truth, net, x, given = truth.float(), net.float(), x.float(), given.float()
     outputs = []
@@ -167,10 +166,6 @@ def autocasted(group):
     gradient = net.up.weight.grad.full_tensor()
     assert gradient.dtype == torch.float32
     torch.testing.assert_close(gradient, truth.up.weight.grad, rtol=0.1, atol=0.05)
-
-
-def test_autocast_casts_what_it_casts_on_one_card(ranks):
-    ranks(4).run(autocasted)
 
 
 def dropped(group):

@@ -9,6 +9,7 @@ import pytest
 import small_models
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
+from pool import on_ranks
 from sharded_models import column_and_row, compare, made, mesh_of, planned, step, tokens_of
 from torch import nn
 from torch.nn import functional as F
@@ -90,6 +91,7 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
     return regions(), DelayedWork.unfinished
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -113,17 +115,14 @@ def test_copies_of_saved_tensors_are_finished(ranks):
     assert ranks(2).run(run_norm, (64, 3, 24), nn.LayerNorm, None, copying) == [(4, 0)] * 2
 
 
-def checkpointed(group):
+@on_ranks(2)
+def test_checkpoints(group):
     model, x = made(Norm), torch.randn((64, 3, 24), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     sharded = sharded_norm(group, model, x)
     forward = sharded.forward
     sharded.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
     with delayed_collectives():
         compare(model, sharded, x)
-
-
-def test_checkpoints(ranks):
-    ranks(2).run(checkpointed)
 
 
 def compare_bits(group, norm, strategies):
@@ -164,6 +163,7 @@ def run_model(group, name, batch, mesh_shape, options):
     return regions(), DelayedWork.unfinished
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "count, mesh_shape, options",
     [
@@ -198,17 +198,14 @@ class Between(nn.Module):
         return BETWEEN[self.name](x)
 
 
-def with_between(group, name):
+@pytest.mark.parametrize("name", BETWEEN)
+@on_ranks(2)
+def test_operators_that_do_not_work_by_rows_get_finished_rows(group, name):
     model = made(Norm, between=Between(name))
     x = torch.randn(64, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     sharded = sharded_norm(group, model, x)
     with delayed_collectives():
         compare(model, sharded, x)
-
-
-@pytest.mark.parametrize("name", BETWEEN)
-def test_operators_that_do_not_work_by_rows_get_finished_rows(ranks, name):
-    ranks(2).run(with_between, name)
 
 
 def unlike(group):

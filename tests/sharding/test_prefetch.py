@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plans import by_hand, planned_collectives
+from pool import on_ranks
 from sharded_models import EXACT, S0, S1, C, compare, gradients, made, mesh_of, seen
 from torch import nn
 from torch.nn import functional as F
@@ -165,7 +166,8 @@ def test_keys_are_gathered_while_queries_are_computed(ranks, count):
         assert kinds[:9] == ["compute", *scattered, *(["compute"] * 2 + ["wait"]) * 2]
 
 
-def other_calls(group):
+@on_ranks(2)
+def test_other_ways_to_differentiate(group):
     """A frozen parameter, some parameters by autograd.grad, the same graph twice, a backward that fails."""
     model, plan, x = stack()
     sharded = ShardedModule(model, plan, overlap=False, bucket_bytes=2 * LAYER)
@@ -196,7 +198,3 @@ def other_calls(group):
     torch.testing.assert_close(sharded.full_gradients(), halves, **EXACT)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(sharded(x).sum(), [sharded.get_parameter(names[0])], create_graph=True)[0].sum().backward()
-
-
-def test_other_ways_to_differentiate(ranks):
-    ranks(2).run(other_calls)

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from pool import on_ranks
 from sharded_models import mesh_of
 from torch import nn
 
@@ -142,7 +143,8 @@ def test_what_could_not_be_compared_is_said(caplog):
     assert "whether the forward of Layer does the same every time was not checked: TypeError" in caplog.text
 
 
-def refused_in_training(group):
+@on_ranks(2)
+def test_a_training_step_refuses_a_model_that_counts(group):
     """The model itself changes an attribute: a training step runs the model inside its loss module."""
     torch.manual_seed(0)
     model, x = Layer(counting), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -151,20 +153,13 @@ def refused_in_training(group):
         train_step(model, (x,), optimizer, strategy, loss=squared)
 
 
-def test_a_training_step_refuses_a_model_that_counts(ranks):
-    ranks(2).run(refused_in_training)
-
-
 def zeroed(gradient):
     return gradient * 0
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["graph", "eager"])
-def test_hooks_on_gradients_are_refused_by_name(ranks, static):
-    ranks(2).run(refused_hooks, static)
-
-
-def refused_hooks(group, static):
+@on_ranks(2)
+def test_hooks_on_gradients_are_refused_by_name(group, static):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         torch.manual_seed(0)
@@ -186,11 +181,8 @@ def squared(model, x):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_hooks_on_parts_whose_gradients_are_summed_later_are_refused(ranks, zero_stage):
-    ranks(2).run(refused_on_parts, zero_stage)
-
-
-def refused_on_parts(group, zero_stage):
+@on_ranks(2)
+def test_hooks_on_parts_whose_gradients_are_summed_later_are_refused(group, zero_stage):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         torch.manual_seed(0)

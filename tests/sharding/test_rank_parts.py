@@ -5,6 +5,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from plans import by_hand
+from pool import on_ranks
 from sharded_models import BATCHES, EXACT, S0, C, R, made, mesh_of, planned
 from test_gradient_reduction import Stack
 from torch import nn
@@ -16,7 +17,8 @@ from ascend_parallel.sharding.tracing.trace import trace
 SMALL = 3000  # bytes of a bucket: a model has several
 
 
-def part_of_a_job(group):
+@on_ranks(4)
+def test_a_plan_for_a_part_of_the_job(group):
     """Two meshes, each with a plan of its own, as pipeline stages have."""
     model, x = made(Stack, 4), torch.ones(4, 8, dtype=torch.float64)
     meshes = [ProcessMesh(ranks, ["of_stage"]) for ranks in ([0, 1], [2, 3])]  # without process groups
@@ -44,11 +46,8 @@ def part_of_a_job(group):
     torch.testing.assert_close(sharded.full_gradients(), found, **EXACT)
 
 
-def test_a_plan_for_a_part_of_the_job(ranks):
-    ranks(4).run(part_of_a_job)
-
-
-def tensor_shards(group):
+@on_ranks(4)
+def test_tensor_shards(group):
     whole, batch = made(small_models.GPT), BATCHES["GPT"](torch.Generator().manual_seed(7))
     sharded = ShardedModule(whole, planned("GPT", trace(whole, batch), mesh_of((2, 2))))
     found = sharded.tensor_shards()
@@ -60,7 +59,3 @@ def tensor_shards(group):
         assert torch.equal(piece.local, tensor[box])
     assert found["layers.0.up.weight"].local is sharded.get_parameter("layers.0.up.weight")
     assert any(piece.local.shape != piece.shape for piece in found.values())
-
-
-def test_tensor_shards(ranks):
-    ranks(4).run(tensor_shards)

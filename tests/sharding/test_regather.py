@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from sharded_models import made, mesh_of
 from torch import nn
 
@@ -32,7 +33,9 @@ def built():
     return sharded, x[2 * rank : 2 * rank + 2].clone()
 
 
-def discarded(group):
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks(2)
+def test_a_forward_without_backward_keeps_nothing(group):
     sharded, x = built()
 
     def tensors():
@@ -44,11 +47,6 @@ def discarded(group):
     for _ in range(3):
         sharded(x)
     assert tensors() == before
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_forward_without_backward_keeps_nothing(ranks):
-    ranks(2).run(discarded)
 
 
 class Deep(nn.Module):
@@ -93,15 +91,12 @@ def test_recompute_gathers_weights_a_second_time(ranks, collectives):
     assert ranks(2).run(recomputed, collectives) == [(0, 12), (0, 12)]
 
 
-def changed(group, what):
+@pytest.mark.parametrize("what", ["input", "scale"])
+@on_ranks(2)
+def test_a_change_of_a_saved_tensor_is_refused(group, what):
     sharded, x = built()
     loss = sharded(x)
     with torch.no_grad():
         {"input": x, "scale": sharded.scale}[what].mul_(3)
     with pytest.raises(RuntimeError, match=r"was changed in place after forward|has been modified inplace"):
         loss.backward()
-
-
-@pytest.mark.parametrize("what", ["input", "scale"])
-def test_a_change_of_a_saved_tensor_is_refused(ranks, what):
-    ranks(2).run(changed, what)

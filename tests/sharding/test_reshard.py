@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.process_groups import group_timeout, time_limit
@@ -261,7 +262,8 @@ def test_the_published_example_of_reshard(ranks):
     assert sent == ([24], [24], [], [])
 
 
-def kinds_of_tensors(group):
+@on_ranks(2)
+def test_parameters_leaves_and_results(group):
     mesh = ProcessMesh([0, 1], dim_names=["mp"])
     whole = torch.arange(6.0).view(3, 2)
     parameter = shard_tensor(torch.nn.Parameter(whole.clone()), mesh, [Shard(0)])
@@ -296,11 +298,8 @@ def kinds_of_tensors(group):
             reshard(x, mesh, placements)
 
 
-def test_parameters_leaves_and_results(ranks):
-    ranks(2).run(kinds_of_tensors)
-
-
-def integers_and_halves(group):
+@on_ranks(3)
+def test_integers_and_halves(group):
     mesh = ProcessMesh([0, 1, 2])
     for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.bool):
         whole = torch.arange(15).view(5, 3).to(dtype)
@@ -313,11 +312,8 @@ def integers_and_halves(group):
                 assert torch.equal(reshard(x, mesh, [Shard(1)]).full_tensor(), whole)
 
 
-def test_integers_and_halves(ranks):
-    ranks(3).run(integers_and_halves)
-
-
-def twice_the_same(group):
+@on_ranks(2)
+def test_meshes_and_their_groups(group):
     """Equal meshes share their groups, and a mesh of torch's keeps its own."""
     mesh = ProcessMesh([[0, 1]], dim_names=["dp", "mp"])
     assert mesh.device_mesh() is ProcessMesh([[0, 1]], dim_names=["dp", "mp"]).device_mesh()
@@ -328,10 +324,6 @@ def twice_the_same(group):
     torch_mesh = mesh.device_mesh()
     assert ProcessMesh.of(torch_mesh) == mesh
     assert ProcessMesh.of(torch_mesh).device_mesh() is torch_mesh
-
-
-def test_meshes_and_their_groups(ranks):
-    ranks(2).run(twice_the_same)
 
 
 @pytest.mark.parametrize(("available", "device"), [(False, "cpu"), (True, "cuda")])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -150,7 +151,8 @@ def test_stage_1_reduces_and_gathers_once(ranks):
         assert held == (512, 512)
 
 
-def tied_and_refused(group):
+@on_ranks(2)
+def test_tied_parameters_and_what_is_refused(group):
     mesh = ProcessMesh([0, 1])
     net = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4))
     net[1].weight = net[0].weight
@@ -175,7 +177,3 @@ def tied_and_refused(group):
     optimizer.step()
     with pytest.raises(ValueError, match="has stepped"):
         shard_optimizer(optimizer)
-
-
-def test_tied_parameters_and_what_is_refused(ranks):
-    ranks(2).run(tied_and_refused)

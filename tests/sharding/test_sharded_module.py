@@ -5,6 +5,7 @@ import small_models
 import torch
 from allocations import peak_bytes
 from plans import by_hand, planned_collectives
+from pool import on_ranks
 from sharded_models import (
     BATCHES,
     CHUNKS,
@@ -94,7 +95,8 @@ class Tied(nn.Module):
         return {"logits": self.head(x * scale), "constant": (x * torch.tensor(2.0, dtype=x.dtype), 3)}
 
 
-def tied(group):
+@on_ranks(2)
+def test_tied_and_frozen_parameters_buffers_and_nested_outputs(group):
     model = made(Tied)
     tokens, scale = torch.arange(8).reshape(4, 2), torch.tensor(1.5, dtype=torch.float64)
     graph = trace(model, (tokens, scale))
@@ -131,11 +133,8 @@ def tied(group):
         ShardedModule(MLP(), plan)
 
 
-def test_tied_and_frozen_parameters_buffers_and_nested_outputs(ranks):
-    ranks(2).run(tied)
-
-
-def local_inputs(group):
+@on_ranks(2)
+def test_local_inputs(group):
     """Every rank passes its own rows; the output is replicated."""
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
@@ -147,11 +146,8 @@ def local_inputs(group):
         sharded(x)
 
 
-def test_local_inputs(ranks):
-    ranks(2).run(local_inputs)
-
-
-def outside(group):
+@on_ranks(3)
+def test_some_ranks_only(group):
     model, x = made(MLP), torch.randn(4, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = tensor_parallel(trace(model, (x,)), ProcessMesh([0, 2], ["mp"]))
     if group.rank() == 1:
@@ -159,10 +155,6 @@ def outside(group):
             ShardedModule(model, plan)
     else:
         compare(model, ShardedModule(model, plan), x)
-
-
-def test_some_ranks_only(ranks):
-    ranks(3).run(outside)
 
 
 class Chain(nn.Module):

@@ -1,10 +1,8 @@
 """Small random decoders of many architectures of Hugging Face transformers, without dropout."""
 
-import importlib
-from contextlib import contextmanager
-
 import torch
 import transformers
+from decoders import float64_module
 
 VOCABULARY, ROWS, LENGTH = 96, 8, 16
 TOKENS = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -83,19 +81,6 @@ def batch():
     return (torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)),)
 
 
-@contextmanager
 def in_float64(model):
     """Let a model of transformers compute its norms and softmaxes in float64, which it converts to float32."""
-    module = importlib.import_module(type(model).__module__)
-
-    class Doubled:
-        float32 = torch.float64
-
-        def __getattr__(self, attribute):
-            return getattr(torch, attribute)
-
-    kept, module.torch = module.torch, Doubled()
-    try:
-        yield
-    finally:
-        module.torch = kept
+    return float64_module(type(model).__module__)

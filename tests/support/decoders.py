@@ -12,10 +12,15 @@ from ascend_parallel.training import train_step
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
-@contextmanager
 def in_float64(name):
     """Let a model of transformers compute its norms and softmaxes in float64, which it converts to float32."""
-    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    return float64_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+
+
+@contextmanager
+def float64_module(name):
+    """Let a module have torch.float64 for torch.float32."""
+    module = importlib.import_module(name)
 
     class Doubled:
         float32 = torch.float64

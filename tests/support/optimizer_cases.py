@@ -59,5 +59,11 @@ def made(model, kind, targets=None, **options):
     )
 
 
+def pair(name, dtype=torch.float64, **options):
+    """Return a model and its optimizer, and the same model with the same optimizer divided over ranks."""
+    whole, mine = Odd(dtype), Odd(dtype)
+    return whole, OPTIMIZERS[name](groups(whole)), mine, made(mine, OPTIMIZERS[name], **options)
+
+
 def seeds(step, rank):
     return 100 * step + rank

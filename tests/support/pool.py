@@ -3,8 +3,11 @@
 `RankPool(n).run(function, *args)` calls ``function(group, *args)`` in n processes and returns the n
 results in rank order. The function must stand at the top of a test file (it is found by file and
 name). A rank that raises fails the test with that rank's traceback; a pool that hung is replaced.
+A test that is itself what every rank runs says so: ``@on_ranks(n)`` above ``def test_...(group)``.
 """
 
+import functools
+import inspect
 import multiprocessing
 import os
 import sys
@@ -24,6 +27,7 @@ START = multiprocessing.get_context("forkserver")
 # What most ranks import, imported once.
 PRELOADED = ["ascend_parallel.training.checkpoint", "megatron_cpu", "pytest", "hypothesis"]
 PRELOADED += ["megatron.core.models.gpt.gpt_model", "megatron.core.models.gpt.gpt_layer_specs", "scipy.optimize"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "gpt2")]
 START.set_forkserver_preload(PRELOADED)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -77,6 +81,27 @@ class RankPool:
         return all(process.is_alive() for process in self._processes)
 
 
+def on_ranks(count=None):
+    """Let n ranks run a test ``test(group, ...)``, all with the same arguments; without n, as many as `count` says."""
+
+    def decorate(function):
+        names = [name for name, one in inspect.signature(function).parameters.items() if one.default is one.empty][1:]
+
+        def test(ranks, **given):
+            ranks(given["count"] if count is None else count).run(test, *(given[name] for name in names))
+
+        functools.update_wrapper(test, function)
+        del test.__wrapped__  # pytest asks for the arguments of this function
+        wanted = ["ranks", *(["count"] if count is None else []), *names]
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in wanted]
+        )
+        test.on_each_rank = function
+        return test
+
+    return decorate
+
+
 def _answer(pipe, end):
     if pipe.poll(max(0.0, end - time.monotonic())):
         return pipe.recv()
@@ -99,6 +124,8 @@ def _serve(rank, ranks, store, pipe):
             if file not in modules:
                 modules[file] = load(file)
             LEDGER.clear()  # what earlier tests checked
-            pipe.send(("ok", getattr(modules[file], name)(torch.distributed.group.WORLD, *args)))
+            function = getattr(modules[file], name)
+            function = getattr(function, "on_each_rank", function)
+            pipe.send(("ok", function(torch.distributed.group.WORLD, *args)))
         except BaseException:  # noqa: BLE001  the test reports it
             pipe.send(("error", traceback.format_exc()))

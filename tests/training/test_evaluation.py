@@ -5,6 +5,7 @@ import copy
 import gpt
 import pytest
 import torch
+from pool import on_ranks
 from test_train_step import LAYERS, TP, farthest, model_and_optimizer
 from torch import nn
 from torch.nn import functional as F
@@ -218,7 +219,8 @@ def test_a_models_own_way_to_change_its_mode_is_taken_back_too(ranks):
     assert ranks(2).run(merging) == [False, False]
 
 
-def attending(_group):
+@on_ranks(2)
+def test_attention_with_dropout_is_no_evaluation_either(_group):
     class Attending(nn.Module):
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
@@ -229,10 +231,6 @@ def attending(_group):
     )
     with pytest.raises(ValueError, match="was traced in training mode"):
         sharded.eval()
-
-
-def test_attention_with_dropout_is_no_evaluation_either(ranks):
-    ranks(2).run(attending)
 
 
 class OtherNumbers(Branching):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,12 @@ def loss(model, x):
     return F.mse_loss(model(x), x)
 
 
-def trained(group, name, zero_stage):
+@pytest.mark.parametrize(
+    "zero_stage", [1, 2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(3)
+def test_slices_are_updated_as_on_one_card(group, name, zero_stage):
     """Compare three steps and every weight; the second layer is cut along its second dimension."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 18), nn.GELU(), nn.Linear(18, 6)).double()
@@ -49,11 +55,3 @@ def trained(group, name, zero_stage):
             box = tuple(slice(a, a + size) for a, size in zip(shard.offsets, shard.local.shape, strict=True))
             torch.testing.assert_close(shard.local.detach(), whole.get_parameter(key).detach()[box])
     step.close()
-
-
-@pytest.mark.parametrize(
-    "zero_stage", [1, 2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slices_are_updated_as_on_one_card(ranks, name, zero_stage):
-    ranks(3).run(trained, name, zero_stage)

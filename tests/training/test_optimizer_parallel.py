@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_cases import OPTIMIZERS, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, WAYS, Odd, groups, made, pair, seeds
+from pool import on_ranks
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -15,16 +16,8 @@ from ascend_parallel.training.optimizer import ParallelOptimizer, data_parallel_
 
 def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float64, bucket_bytes=200, steps=3):
     """Train beside the unpartitioned optimizer on the same gradients: parameters must be bitwise equal."""
-    whole, mine = Odd(dtype), Odd(dtype)
-    optimizer = OPTIMIZERS[name](groups(whole))
-    parallel = made(
-        mine,
-        OPTIMIZERS[name],
-        zero_stage=zero_stage,
-        partition_by=partition_by,
-        unreduced=unreduced,
-        bucket_bytes=bucket_bytes,
-    )
+    options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": bucket_bytes}
+    whole, optimizer, mine, parallel = pair(name, dtype, unreduced=unreduced, **options)
     for step in range(steps):
         ranks = range(group.size())
         for rank in ranks:
@@ -45,20 +38,18 @@ def compare(group, zero_stage, partition_by, unreduced, name, dtype=torch.float6
         parallel.zero_grad()
 
 
-def all_ways(group):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_zero_stages_and_partitions(group):
     for zero_stage, partition_by in WAYS:
         for unreduced in (True, False) if zero_stage < 2 else (True,):
             compare(group, zero_stage, partition_by, unreduced, "AdamW")
             compare(group, zero_stage, partition_by, unreduced, "AdamW", torch.float32, 25 << 20)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_zero_stages_and_partitions(ranks, count):
-    ranks(count).run(all_ways)
-
-
-def all_optimizers(group):
+@on_ranks(3)
+def test_elementwise_optimizers(group):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in OPTIMIZERS:
@@ -66,23 +57,12 @@ def all_optimizers(group):
             compare(group, 2, "slices", True, name)
 
 
-def test_elementwise_optimizers(ranks):
-    ranks(3).run(all_optimizers)
-
-
-def accumulated(group):
+@on_ranks(3)
+def test_gradients_accumulate(group):
     """Gradients of several backwards, also under no_sync, add up; dropped gradients leave no trace."""
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["AdamW"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            unreduced=True,
-            bucket_bytes=150,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": 150}
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True, **options)
         for step in range(3):
             mine(9).backward()
             parallel.zero_grad()
@@ -106,23 +86,12 @@ def accumulated(group):
         torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
-def test_gradients_accumulate(ranks):
-    ranks(3).run(accumulated)
-
-
-def partly(group):
+@on_ranks(3)
+def test_parameters_that_some_ranks_do_not_reach(group):
     """Only some ranks reach a parameter; a parameter that no rank reaches is not even decayed."""
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["AdamW"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            unreduced=True,
-            bucket_bytes=150,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "bucket_bytes": 150}
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True, **options)
         mine(1, group.rank() == 1).backward()
         for rank in range(group.size()):
             whole(1, rank == 1).backward()
@@ -133,11 +102,8 @@ def partly(group):
         assert not torch.equal(mine.sometimes, torch.ones(5, dtype=torch.float64))
 
 
-def test_parameters_that_some_ranks_do_not_reach(ranks):
-    ranks(3).run(partly)
-
-
-def failing(group):
+@on_ranks(2)
+def test_backward_that_fails_and_gradients_left_from_the_last_step(group):
     """A backward that fails in the middle, and a gradient that would be summed twice."""
     mine, whole = Odd(), Odd()
     parallel = made(mine, OPTIMIZERS["AdamW"], zero_stage=2, unreduced=True, bucket_bytes=150)
@@ -169,19 +135,14 @@ def failing(group):
     parallel.step()
 
 
-def test_backward_that_fails_and_gradients_left_from_the_last_step(ranks):
-    ranks(2).run(failing)
-
-
-def scheduled(group):
+@on_ranks(2)
+def test_schedulers_closures_and_parameters_written_from_outside(group):
     """Learning rate schedulers, a closure, and writing to parameters from outside."""
     for scheduler in (
         partial(lr_scheduler.StepLR, step_size=1, gamma=0.5),
         partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),
     ):
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["AdamW"](groups(whole))
-        parallel = made(mine, OPTIMIZERS["AdamW"], unreduced=True)
+        whole, optimizer, mine, parallel = pair("AdamW", unreduced=True)
         rates = [scheduler(optimizer), scheduler(parallel)]
         for step in range(4):
             for rank in range(group.size()):
@@ -206,10 +167,6 @@ def scheduled(group):
         torch.testing.assert_close(mine.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
-def test_schedulers_closures_and_parameters_written_from_outside(ranks):
-    ranks(2).run(scheduled)
-
-
 class Matrices(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,7 +179,8 @@ class Matrices(nn.Module):
         return sum((param * torch.randint(-4, 5, param.shape, generator=generator)).sum() for param in self.all)
 
 
-def of_matrices(group):
+@on_ranks(2)
+def test_optimizers_of_whole_matrices(group):
     """Optimizers that look at whole matrices, with whole parameters as shares."""
     for kind in (partial(torch.optim.Muon, lr=0.01), partial(torch.optim.Adafactor, lr=0.01)):
         for zero_stage, partition_by in ((0, "slices"), (1, "parameters"), (2, "parameters")):
@@ -245,14 +203,8 @@ def of_matrices(group):
         ParallelOptimizer(data_parallel_targets(mine), its)
 
 
-def test_optimizers_of_whole_matrices(ranks):
-    ranks(2).run(of_matrices)
-
-
 def alone(queue):
-    model, whole = Odd(), Odd()
-    parallel = made(model, OPTIMIZERS["AdamW"], max_norm=1.0, unreduced=True, zero_stage=2)
-    optimizer = OPTIMIZERS["AdamW"](groups(whole))
+    whole, optimizer, model, parallel = pair("AdamW", max_norm=1.0, unreduced=True, zero_stage=2)
     for module in (model, whole):
         module(1).backward()
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)

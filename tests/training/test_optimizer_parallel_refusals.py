@@ -3,6 +3,7 @@
 import pytest
 import torch
 from optimizer_cases import Odd
+from pool import on_ranks
 from torch import nn
 
 from ascend_parallel.process_groups.consistency import DisagreementError
@@ -78,7 +79,8 @@ def test_loss_scales_that_are_refused(options, message):
         LossScale(**options)
 
 
-def refused(group):
+@on_ranks(2)
+def test_what_is_refused(group):
     model = Odd()
     its, targets = optimizer_factory(torch.optim.Adam(model.parameters()), model), data_parallel_targets(model)
     with pytest.raises(ValueError, match="zero_stage=2 sums gradients itself: give unreduced=True"):
@@ -104,7 +106,3 @@ def refused(group):
     parallel = ParallelOptimizer(targets, its)
     with pytest.raises(ValueError, match="takes no more parameters"):
         parallel.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-
-
-def test_what_is_refused(ranks):
-    ranks(2).run(refused)

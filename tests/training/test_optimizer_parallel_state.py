@@ -5,7 +5,8 @@ from math import inf, prod
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, seeds
+from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, pair, seeds
+from pool import on_ranks
 from torch import nn
 
 from ascend_parallel.sharding.layout import bounds, shard
@@ -28,17 +29,8 @@ def backward(model, step, group, rank=None):
 
 def clipped(group, norm_type, limit):
     for zero_stage, partition_by in WAYS:
-        whole, mine = Odd(), Odd()
-        optimizer = OPTIMIZERS["momentum"](groups(whole))
-        parallel = made(
-            mine,
-            OPTIMIZERS["momentum"],
-            zero_stage=zero_stage,
-            partition_by=partition_by,
-            max_norm=limit,
-            norm_type=norm_type,
-            unreduced=True,
-        )
+        options = {"zero_stage": zero_stage, "partition_by": partition_by, "max_norm": limit, "norm_type": norm_type}
+        whole, optimizer, mine, parallel = pair("momentum", unreduced=True, **options)
         seen = []
         for step in range(5):
             backward(whole, step, group)
@@ -105,7 +97,9 @@ def test_clipping_and_shards_where_parameters_are_cut(ranks):
     assert found[2]["bias.step"] == ((), (), ())
 
 
-def with_masters(group, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(3)
+def test_master_weights(group, dtype):
     """A 16-bit model with fp32 masters, against an fp32 model that gives the same gradients, then rounded."""
     kind = OPTIMIZERS["AdamW"]
     for zero_stage, partition_by in WAYS:
@@ -144,12 +138,8 @@ def with_masters(group, dtype):
     assert not any(name.endswith(".master") for name in without.tensor_shards())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_master_weights(ranks, dtype):
-    ranks(3).run(with_masters, dtype)
-
-
-def scaled(group):
+@on_ranks(2)
+def test_loss_scaling(group):
     """An overflow on one rank skips the step on all ranks; otherwise scaling by a power of two changes nothing."""
     for zero_stage, partition_by in WAYS:
         low, twin = Odd(torch.float16), Odd(torch.float16)
@@ -188,10 +178,6 @@ def scaled(group):
             seen.append(scale.scale)
         assert seen == [16.0, 8.0, 8.0, 16.0, 16.0]
         torch.testing.assert_close(low.state_dict(), twin.state_dict(), rtol=0, atol=0)
-
-
-def test_loss_scaling(ranks):
-    ranks(2).run(scaled)
 
 
 def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states=None):
@@ -253,7 +239,8 @@ def test_state_goes_to_other_numbers_of_ranks_and_stages(ranks, kind, dtype):
         )
 
 
-def mismatched(group):
+@on_ranks(2)
+def test_states_that_are_not_this_ranks(group):
     mine = Odd()
     parallel = made(mine, OPTIMIZERS["AdamW"])
     shards = parallel.empty_tensor_shards()
@@ -272,10 +259,6 @@ def mismatched(group):
     for name, held in twin.tensor_shards().items():
         assert torch.equal(held.local, parallel.tensor_shards()[name].local)
     assert twin.plain_state() == parallel.plain_state()
-
-
-def test_states_that_are_not_this_ranks(ranks):
-    ranks(2).run(mismatched)
 
 
 def held(group, zero_stage, partition_by):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from pool import on_ranks
 from torch.nn import functional as F
 
 from ascend_parallel.training import (
@@ -80,7 +81,12 @@ def strategy_of(layout, amp, zero_stage):
     )
 
 
-def trained(group, layout, amp, zero_stage):
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_updates_are_those_of_one_card(group, layout, amp, zero_stage):
     torch.manual_seed(group.rank())
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -101,15 +107,9 @@ def trained(group, layout, amp, zero_stage):
         assert (whole - parameter).norm() < allowed, name
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("amp", AMP)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_updates_are_those_of_one_card(ranks, layout, amp, zero_stage):
-    ranks(4).run(trained, layout, amp, zero_stage)
-
-
-def refused(_group):
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_needs_the_graph_is_refused_without_it(_group):
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipelined = Strategy(mode="data", mesh={"dp": 1}, pipeline=PipelineOptions(degree=2, micro_batches=2))
@@ -119,8 +119,3 @@ def refused(_group):
     ):
         with pytest.raises(StrategyOptionError, match=message):
             train_step(model, (batch_of(0),), optimizer, strategy, loss=loss_of, static=static)
-
-
-@pytest.mark.slow
-def test_what_needs_the_graph_is_refused_without_it(ranks):
-    ranks(2).run(refused)

@@ -123,7 +123,7 @@ def decoded(_group, name, meshes):
     return check_step(name, strategy, changes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIED)
 def test_decoders_of_transformers(ranks, name):
     held = ranks(8).run(decoded, name, (SQUARE, LINE))

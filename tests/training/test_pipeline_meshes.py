@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpt_on_8_ranks(ranks, case):
     """The embedding is tied to the head, on the other mesh."""

@@ -10,7 +10,7 @@ import small_models
 import torch
 from allocations import peak_bytes
 from crossing_model import STAGES, Crossing, crossing_batch, lines
-from pool import RankPool
+from pool import RankPool, on_ranks
 from sharded_models import made, planned, tokens_of
 
 from ascend_parallel import Settings
@@ -224,7 +224,8 @@ class Weighted(torch.nn.Module):
         return (self.last(torch.tanh(self.first(x)) * weights) ** 2 * power).mean()
 
 
-def weighted(group):
+@on_ranks(2)
+def test_inputs_that_are_not_cut_and_a_factor(group):
     whole, generator = made(Weighted), torch.Generator().manual_seed(3)
     x, weights = torch.randn(8, 4, 4, dtype=torch.float64, generator=generator), torch.linspace(1, 2, 4).double()
     power = torch.tensor(1.5, dtype=torch.float64)
@@ -240,10 +241,6 @@ def weighted(group):
     pipeline.zero_grad()
     with pytest.raises(ValueError, match=r"weights is \[16\] .* in every micro-batch"):
         pipeline.step(x, weights.repeat(4), power=power)
-
-
-def test_inputs_that_are_not_cut_and_a_factor(ranks):
-    ranks(2).run(weighted)
 
 
 def resnet(group):
@@ -303,7 +300,8 @@ def test_one_forward_one_backward_holds_fewer_activations(ranks):
         assert after < before * (count / 8 + 0.2)
 
 
-def unlike(group):
+@on_ranks(3)
+def test_what_cannot_be_is_refused_on_every_rank(group):
     """Every wrong call of a pipeline is refused before anything is sent."""
     whole = made(Crossing)
     generator = torch.Generator().manual_seed(3)
@@ -350,10 +348,6 @@ def unlike(group):
     with pytest.raises(ValueError, match="x requires a gradient"):
         pipeline.step(x.clone().requires_grad_(), present, targets)
     assert pipeline.step(x, present, targets).item() == pytest.approx(whole(x, present, targets).item(), rel=1e-12)
-
-
-def test_what_cannot_be_is_refused_on_every_rank(ranks):
-    ranks(3).run(unlike)
 
 
 def late(group):

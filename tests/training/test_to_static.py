@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
@@ -145,14 +146,14 @@ def check(found):
         torch.testing.assert_close(rank_state, state, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_marked_model_runs_eagerly_as_one_card(ranks, shape, stage):
     check(ranks(shape[0] * shape[1]).run(eager, shape, stage, 2 if stage == 2 else 1))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_marks_train_by_the_graph(ranks, shape, stage):
@@ -163,7 +164,8 @@ def test_a_loader_of_parts(ranks):
     check(ranks(4).run(static, (2, 2), 1, True))
 
 
-def planned(_group):
+@on_ranks(4)
+def test_a_plan_keeps_the_marks(_group):
     """The placements of a traced model are those of its plan; a mark in the forward is an operator's strategy."""
     model, _, loader = marked((2, 2), None)
     mesh = model.mesh
@@ -177,10 +179,6 @@ def planned(_group):
     other = ProcessMesh([0, 1, 2, 3], dim_names=["mp"])
     with pytest.raises(StrategyError, match=r"up\.weight is placed on a mesh of {'dp': 2, 'mp': 2}"):
         propagate(graph, other, objective="redistribution")
-
-
-def test_a_plan_keeps_the_marks(ranks):
-    ranks(4).run(planned)
 
 
 def scaled_steps(model, optimizer, batches):
@@ -377,7 +375,8 @@ def test_a_scheduler_is_made_over_the_optimizer_of_the_step(ranks):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-def refused(_group):
+@on_ranks(2)
+def test_what_is_refused(_group):
     model, optimizer, loader = marked((2, 1), 1)
     strategy = Strategy(mode="data", mesh={"dp": 2})
     with pytest.raises(StrategyOptionError, match="mode='data' with to_static: the marks decide"):
@@ -406,11 +405,8 @@ def refused(_group):
         to_static(model, loader, nn.MSELoss(), optimizer)
 
 
-def test_what_is_refused(ranks):
-    ranks(2).run(refused)
-
-
-def loaded(_group):
+@on_ranks(4)
+def test_inputs_on_meshes_of_their_own(_group):
     """Inputs on meshes of their own, in tuples and dicts; a dimension by its index."""
     rank = dist.get_rank()
     whole, meshes = (
@@ -447,10 +443,6 @@ def loaded(_group):
             wrong()
 
 
-def test_inputs_on_meshes_of_their_own(ranks):
-    ranks(4).run(loaded)
-
-
 def accumulated(_group, steps):
     """Add up two backwards before a step; return the losses, and the sums over ranks after each backward."""
     model, optimizer, loader = marked((2, 1), None)
@@ -479,7 +471,8 @@ def test_gradients_are_cut_after_the_last_backward(ranks):
             assert first or sums[1] > 0
 
 
-def parts(_group):
+@on_ranks(2)
+def test_tensors_of_parts(_group):
     """Each rank gives its own part, and the gradient comes back to the part."""
     rank, mesh = dist.get_rank(), ProcessMesh([0, 1], dim_names=["dp"])
     local = torch.full((2, 3), rank + 1.0, dtype=torch.float64, requires_grad=True)
@@ -499,11 +492,8 @@ def parts(_group):
         dtensor_from_local(local, mesh[0], [Shard(0)])
 
 
-def test_tensors_of_parts(ranks):
-    ranks(2).run(parts)
-
-
-def looked_at(_group):
+@on_ranks(4)
+def test_a_marked_model_is_looked_at_as_it_runs(_group):
     """Batches of other sizes, and a look at an intermediate value, in the marked model as it is."""
     model, _, _ = marked((2, 2), None)
     truth, seen = MLP().double(), []
@@ -525,7 +515,3 @@ def look(output):
     if isinstance(norm, DTensor):
         norm, nan, detached = norm.full_tensor(), nan.full_tensor(), detached.full_tensor()
     return norm, nan, detached
-
-
-def test_a_marked_model_is_looked_at_as_it_runs(ranks):
-    ranks(4).run(looked_at)

@@ -30,7 +30,7 @@ from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.edges import from_part, layout_of, leaf, local_part, take_over
 from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, reshard
-from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 from ascend_parallel.sharding.tracing.trace import TraceError
 
 _METHODS = """register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ untyped_storage storage_offset

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import Ref
 
 
@@ -65,5 +66,11 @@ def _is_same(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
     number = int.from_bytes(digest.digest(), "big")
     extremes = torch.tensor([number, -number], device=mesh.device_type)
     for dim in range(mesh.ndim):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        run_collective(
+            "the comparison of a plain tensor",
+            dist.all_reduce,
+            extremes,
+            group=mesh.get_group(dim),
+            op=dist.ReduceOp.MAX,
+        )
     return int(extremes[0]) == -int(extremes[1])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.marked.outside_ranks import from_stand_in, is_outside, on_stand_ins, unknown
@@ -82,7 +83,7 @@ def first_rank_draws(mesh: ProcessMesh) -> str:
     number = torch.randint(0, 2**62, (), dtype=torch.int64).to(mesh.device_mesh().device_type)
     for dim in range(mesh.ndim):
         group = mesh.group(dim)
-        dist.broadcast(number, dist.get_process_group_ranks(group)[0], group=group)
+        run_collective("the drawing of a seed", dist.broadcast, number, group=group, group_src=0)
     return str(int(number))
 
 

@@ -254,12 +254,16 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, layout: Layout, mesh: ProcessMesh) -> torch.Tensor:
         ctx.mesh, ctx.layout, ctx.shape = mesh, backward(layout), tuple(dtensor.shape)
+        ctx.spec = dtensor._spec if dtensor._local_tensor.is_contiguous() else None
         return dtensor._local_tensor.view_as(dtensor._local_tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
-        spec = spec_of(ctx.mesh, ctx.layout, ctx.shape, gradient.dtype)
+        spec = ctx.spec  # most gradients lie as their tensor does: making a spec takes longer than the rest here
+        placements = tuple(placement.placement for placement in ctx.layout)
+        if spec is None or (spec.placements, spec.tensor_meta.dtype) != (placements, gradient.dtype):
+            spec = spec_of(ctx.mesh, ctx.layout, ctx.shape, gradient.dtype)
         return leaf(DTensor, gradient.contiguous(), spec), None, None
 
 

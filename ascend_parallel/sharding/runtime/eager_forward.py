@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,8 +16,9 @@ from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
 from ascend_parallel.sharding.runtime.eager_program import CallRegisters, Parts
 from ascend_parallel.sharding.runtime.eager_state import EagerState
 from ascend_parallel.sharding.runtime.instructions import Step
-from ascend_parallel.sharding.runtime.planned_dtensor import METADATA_FUNCTIONS, LocalActivation, PlannedDTensor
-from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.runtime.planned_dtensor import LocalActivation, PlannedDTensor
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
+from ascend_parallel.sharding.tracing.model_files import calling_line
 
 RETRACE_HINT = "control flow and arguments have to be as traced: trace the model again as it is to run"
 
@@ -37,6 +39,7 @@ class EagerForward(TorchFunctionMode):
         self._read: dict[Value, Parts] = {}  # parameters, buffers and constants read so far
         self._updates: dict[Value, Parts] = {}  # the new values of buffers
         self._ahead: dict[Value, Parts] = {}  # what a kernel computed for the calls to come
+        self._handles: WeakValueDictionary[Value, PlannedDTensor] = WeakValueDictionary()  # the model's own tensors
         self._next = 0
         self._rerun = -1  # the call that ran a second time last
 
@@ -102,8 +105,8 @@ class EagerForward(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return self.inspect(function, args, kwargs or {})
         raise ValueError(
-            f"{self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced there was "
-            f"{self._traced()}. {RETRACE_HINT}"
+            f"{calling_line(2)}: {self._place()}: the forward calls {_call_text(function, leaves)}; when it was traced "
+            f"there was {self._traced()}. {RETRACE_HINT}"
         )
 
     def rerun(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -112,7 +115,7 @@ class EagerForward(TorchFunctionMode):
         values = tuple(leaf.local.value for leaf in leaves if isinstance(leaf, PlannedDTensor))
         same = self._eager.by_values.get((function, values), ())
         places = [place for place in same if self._matching(calls[place], function, args, kwargs) is not None]
-        places = [place for place in places if not calls[place].changed]
+        places = [place for place in places if not calls[place].changed and not calls[place].moved]
         if len(places) > 1 and self._rerun + 1 in places:
             places = [self._rerun + 1]
         if len(places) == 1:
@@ -191,7 +194,8 @@ class EagerForward(TorchFunctionMode):
         """Run a call's instructions on its arguments; a call that runs a second time has registers of its own."""
         call = self._eager.calls[number]
         planned = {leaf.local.value: leaf for leaf in leaves if isinstance(leaf, PlannedDTensor)}
-        registers = self._registers({value: leaf.local.tensors for value, leaf in planned.items()})
+        moved = {value: self._handles[value] for value in call.moved if value in self._handles}
+        registers = self._registers({value: each.local.tensors for value, each in (planned | moved).items()})
         for instruction in self._program.calls[number]:
             if isinstance(instruction, RunKernel):
                 self._run_kernel(instruction, registers, call)
@@ -202,6 +206,10 @@ class EagerForward(TorchFunctionMode):
         results = [self._result(leaf, planned, registers.parts) for leaf in call.results]
         for result, argument in call.changed.items():
             results[result] = leaves[argument].become(results[result])
+            self._handles[results[result].local.value] = results[result]
+        for before, after in call.moved.items():
+            if (handle := self._handles.get(before)) is not None:
+                self._handles[after] = handle.become(self._planned_dtensor(after, registers.parts[after]))
         return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
     def _run_kernel(self, kernel: RunKernel, registers: CallRegisters, call: FunctionCall) -> None:
@@ -224,7 +232,8 @@ class EagerForward(TorchFunctionMode):
 
     def _planned_dtensor(self, value: Value, parts: Parts) -> PlannedDTensor:
         local = LocalActivation(value, self._program.own[value], parts)
-        return PlannedDTensor.of(self, local, self._eager.spec(value))
+        handle = self._handles[value] = PlannedDTensor.of(self, local, self._eager.spec(value))
+        return handle
 
     def _returned(self, leaf: torch.Tensor, register: int) -> torch.Tensor:
         """Return a tensor that the forward returned in the layout that the caller gets."""

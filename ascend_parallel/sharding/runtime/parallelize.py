@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._export.utils import _compiling_state_context
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -76,7 +77,8 @@ def _run(
     tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
     run = EagerForward(state, model)
     args, kwargs = _arranged(state.plan, run.inputs(tensors))
-    with run:
+    # code that asks whether it is traced, as the masks of transformers do, takes the branch that was traced
+    with _compiling_state_context(), run:
         returned = forward(*args, **kwargs)
     outputs = run.outputs(returned)
     run.store_updates()

@@ -12,21 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Value
-
-_PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
-    is_sparse is_quantized is_nested is_mkldnn"""
-_METHODS = """size dim ndimension numel nelement element_size stride is_contiguous get_device is_floating_point
-    is_complex is_signed is_inference __len__ __hash__"""
-# Functions that read a tensor's metadata and none of its elements.
-METADATA_FUNCTIONS = frozenset(
-    (
-        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
-        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    )
-)
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
 
 
 class ForwardRun(Protocol):

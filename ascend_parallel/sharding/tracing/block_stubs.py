@@ -41,7 +41,7 @@ from ascend_parallel.sharding.graph import (
     UntracedTensor,
     Value,
 )
-from ascend_parallel.sharding.tracing.function_calls import RecordedCall, Recording
+from ascend_parallel.sharding.tracing.function_calls import RecordedCall, Recording, origin_of
 from ascend_parallel.sharding.tracing.functionalize import BATCH_NORM
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, blocks_of, replaced_forward, tensors_of
 
@@ -206,7 +206,7 @@ class Stubs:
         if len(names) < len(tensors):
             return None
         known = self._recording.origins
-        origins = (known.get(id(tensor), UntracedTensor(name)) for tensor, name in zip(tensors, names, strict=True))
+        origins = (origin_of(tensor, node, known) for tensor, node in zip(tensors, nodes, strict=True))
         return _Given(tensors, names, tuple(origins))
 
     def _run_stub(self, stub: _Stub) -> Any:
@@ -405,7 +405,8 @@ def _with_origins(call: RecordedCall, moved: Callable[[Any], Any]) -> RecordedCa
         [moved(leaf) if isinstance(leaf, ORIGINS) else leaf for leaf in leaves]
         for leaves in (call.arguments, call.results)
     )
-    return replace(call, arguments=arguments, results=results)
+    given = {place: moved(origin) for place, origin in call.moved.items()}
+    return replace(call, arguments=arguments, results=results, moved=given)
 
 
 def _body(path: str, given: _Given, nodes: range, calls: range, returned: Any) -> _Body | None:

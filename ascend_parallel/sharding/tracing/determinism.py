@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.tracing.function_calls import name_of
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
 from ascend_parallel.sharding.tracing.grad_mode_scopes import autocast_switched_off
-from ascend_parallel.sharding.tracing.model_files import is_model_frame, is_of_fake_tensors
+from ascend_parallel.sharding.tracing.model_files import calling_line, is_model_frame, is_of_fake_tensors, line_of
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, replaced_forward
 
 # Attributes that every nn.Module has.
@@ -136,7 +136,7 @@ class _RepeatedForward:
             nonlocal previous, changing
             if not changing and previous and state() != before:
                 changing = previous
-            previous = _place(frame)
+            previous = line_of(frame)
             return look
 
         tracing = sys.gettrace()
@@ -149,7 +149,7 @@ class _RepeatedForward:
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Records the calls of torch's functions inside the context."""
+    """Records the calls of torch's functions inside the context, but those that read no element of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,19 +162,12 @@ class _CallRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if is_of_fake_tensors():
+        if function in METADATA_FUNCTIONS or is_of_fake_tensors():
             return function(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, dict(kwargs or {})))
         constants = tuple("a tensor" if isinstance(leaf, torch.Tensor) else _plain(leaf, {}) for leaf in leaves)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_model_frame(frame):
-            frame = frame.f_back
-        self.calls.append((function, constants, "" if frame is None else _place(frame)))
+        self.calls.append((function, constants, calling_line()))
         return function(*args, **(kwargs or {}))
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _shown(call: _Call) -> str:

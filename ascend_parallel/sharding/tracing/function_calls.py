@@ -6,10 +6,11 @@ while a model is traced. A later forward with the same calls and arguments is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import CALL, INPUT, FunctionCall, Graph, ParameterRef, Ref, UntracedTensor, Value
+from ascend_parallel.sharding.graph import (
+    CALL,
+    INPUT,
+    FunctionCall,
+    Graph,
+    Node,
+    ParameterRef,
+    Ref,
+    UntracedTensor,
+    Value,
+)
+from ascend_parallel.sharding.tracing.functionalize import is_in_place
 from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     SET_GRAD_MODE,
     autocast_switched_off,
@@ -26,7 +38,22 @@ from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     set_grad_mode,
     without_gradient,
 )
+from ascend_parallel.sharding.tracing.model_files import calling_line
 
+_PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
+    is_sparse is_quantized is_nested is_mkldnn"""
+_METHODS = """size dim ndimension numel nelement element_size stride is_contiguous get_device is_floating_point
+    is_complex is_signed is_inference __len__ __hash__"""
+# Functions that read a tensor's metadata and none of its elements.
+METADATA_FUNCTIONS = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    )
+)
 # torch.library makes an autograd.Function of this name from the backward that register_autograd gave an operator.
 OF_CUSTOM_OPERATOR = "GeneratedBackwardFor_"
 
@@ -41,6 +68,9 @@ class RecordedCall:
     results: list[Any]
     results_spec: pytree.TreeSpec
     changed: dict[int, int]
+    moved: dict[int, Any]
+    nodes: list[str]  # the names of the tracer's nodes, if one of them is an in-place operator
+    line: str
 
 
 @dataclass
@@ -111,7 +141,7 @@ class _CallRecorder(TorchFunctionMode):
         if function is SET_GRAD_MODE:
             return set_grad_mode(*args)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
-        arguments = [self._origin(leaf) for leaf in leaves]
+        arguments, latest = [self._origin(leaf) for leaf in leaves], _latest_node()
         if torch.is_grad_enabled():
             returned = function(*args, **(kwargs or {}))
         else:
@@ -124,30 +154,49 @@ class _CallRecorder(TorchFunctionMode):
         }
         results, results_spec = pytree.tree_flatten(returned)
         changed = {place: written.pop(id(result)) for place, result in enumerate(results) if id(result) in written}
-        if written:
-            self._recording.refuse(
-                f"{name_of(function)} writes to an argument, or returns it as another tensor (as mse_loss and l1_loss "
-                "do): use an out-of-place function, or write out the computation"
-            )
-        if any(isinstance(result, torch.Tensor) for result in results):
+        traced = list(_nodes_after(latest))[::-1]
+        nodes = [node.name for node in traced] if any(map(is_in_place, traced)) else []
+        if nodes or written or any(isinstance(result, torch.Tensor) for result in results):
             origins = [self._origin(result) for result in results]
-            self._recording.calls.append(RecordedCall(function, arguments, spec, origins, results_spec, changed))
+            moved = {place: self._origin(leaves[place]) for place in written.values()}
+            self._recording.calls.append(
+                RecordedCall(function, arguments, spec, origins, results_spec, changed, moved, nodes, calling_line())
+            )
         return returned
 
     def _origin(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) in self._origins:
-            return self._origins[id(leaf)]
+        node = _node_of(leaf)
+        if (origin := origin_of(leaf, node, self._origins)) is not None and not isinstance(origin, UntracedTensor):
+            return origin
         _check_gradient(leaf)
         if torch._C._functorch.is_batchedtensor(leaf):
-            self._recording.refuse("torch.vmap runs, whose functions do not see their tensors: write them out for all")
+            self._recording.refuse(
+                f"{calling_line()} runs torch.vmap, whose functions do not see their tensors: write them out for all"
+            )
             return None
-        node = _node_of(leaf)
-        if node is None:
-            self._recording.refuse("a tensor that is no parameter, buffer or input is read: register it as a buffer")
-            return None
-        return UntracedTensor(node)
+        if origin is None:
+            self._recording.refuse(
+                f"{calling_line()} reads a tensor of shape {list(leaf.shape)} that is no parameter, buffer or input: "
+                "register it as a buffer"
+            )
+        return origin
+
+
+def origin_of(tensor: torch.Tensor, node: torch.fx.Node | None, origins: Mapping[int, Any]) -> Any:
+    """Return where a tensor comes from, None if that is unknown.
+
+    node
+        The tracer's node that is the tensor at present. An argument of the forward may have become another node:
+        ``x.to(x.device)`` returns x, and so does a function that gives its arguments one shape.
+    origins
+        The origins of the parameters, buffers and arguments of the forward, by id.
+    """
+    known = origins.get(id(tensor))
+    if node is not None and (known is None or (isinstance(known, Ref) and node.op != "placeholder")):
+        return UntracedTensor(node.name)
+    return known
 
 
 def _check_gradient(leaf: Any) -> None:
@@ -162,27 +211,46 @@ def _check_gradient(leaf: Any) -> None:
         )
 
 
-def _node_of(tensor: torch.Tensor) -> str | None:
-    """Return the name of the tracer's node that produced a tensor, or None."""
+def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """Return the tracer's node that produced a tensor, or None."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    return None if slot is None else str(slot.proxy.node.name)
+    node: torch.fx.Node | None = None if slot is None else slot.proxy.node
+    return node
 
 
-def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> tuple[FunctionCall, ...] | str:
+def _latest_node() -> torch.fx.Node | None:
+    """Return the node that was traced last."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+
+
+def _nodes_after(node: torch.fx.Node | None) -> Iterator[torch.fx.Node]:
+    """Yield the nodes that were traced after a node, the last one first."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        yield from takewhile(lambda each: each is not node, reversed(mode.tracer.graph.nodes))
+
+
+def calls_of(
+    recording: Recording, graph: Graph, values: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Value]]
+) -> tuple[FunctionCall, ...] | str:
     """Return the recorded calls with the graph's values and nodes, or the reason why they cannot be followed.
 
     values
         The graph's value of each of the tracer's nodes, by name.
+    rewritten
+        {name of an in-place operator: the nodes that it wrote to through views, by name, with their new values}.
     """
     if recording.refused:
         return recording.refused
     inputs = [Value(node.name) for node in graph.inputs]
+    now = dict(values)
 
     def in_graph(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return inputs[leaf.index]
-        return values.get(leaf.name, leaf) if isinstance(leaf, UntracedTensor) else leaf
+        return now.get(leaf.name, leaf) if isinstance(leaf, UntracedTensor) else leaf
 
     calls: list[FunctionCall] = []
     rest = [node for node in graph.nodes.values() if node.kind == CALL]
@@ -190,21 +258,45 @@ def calls_of(recording: Recording, graph: Graph, values: Mapping[str, Any]) -> t
     done = 0
     for count, entry in enumerate(recording.calls, start=1):
         args, outputs = tuple(map(in_graph, entry.arguments)), tuple(map(in_graph, entry.results))
-        last = max((places.get(value.node, -1) for value in outputs if isinstance(value, Value)), default=-1)
+        after = ((args[place], in_graph(origin)) for place, origin in entry.moved.items())
+        moved = {old: new for old, new in after if isinstance(old, Value) and isinstance(new, Value)}
+        for owner, new in (pair for name in entry.nodes for pair in rewritten.get(name, {}).items()):
+            moved[now[owner]] = now[owner] = new
+        made = [value.node for value in (*outputs, *moved.values()) if isinstance(value, Value)]
+        if any(name in rewritten for name in entry.nodes):  # autograd makes the written views again, for nobody
+            made += entry.nodes
+        last = max((places.get(name, -1) for name in made), default=-1)
         end = len(rest) if count == len(recording.calls) else max(done, last + 1)
         nodes = tuple(rest[done:end])
         specs = (entry.arguments_spec, entry.results_spec)
-        call = FunctionCall(entry.function, args, specs[0], outputs, specs[1], entry.changed, nodes)
+        if any(name in rewritten for name in entry.nodes):
+            nodes = _read_or_made(nodes, {*outputs, *moved.values()}, graph)
+        call = FunctionCall(entry.function, args, specs[0], outputs, specs[1], entry.changed, nodes, moved)
         if missing := _missing(call, graph):
-            return f"{name_of(entry.function)} works on {missing}, which is not among its arguments (an alias of one?)"
+            return (
+                f"{entry.line} calls {name_of(entry.function)}, which works on {missing}, a tensor that is not "
+                "among its arguments (an alias of one?)"
+            )
         calls.append(call)
         done = end
     return tuple(calls)
 
 
+def _read_or_made(nodes: Sequence[Node], made: Set[Any], graph: Graph) -> tuple[Node, ...]:
+    """Return the nodes of a call without those whose tensors nobody reads, and that are not among what it made."""
+    others = graph.nodes.keys() - {node.name for node in nodes}
+    read = {*made, *graph.kept, *(value for name in others for value in graph.nodes[name].inputs)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if read.intersection(node.values):
+            kept.append(node)
+            read.update(node.inputs)
+    return tuple(reversed(kept))
+
+
 def _missing(call: FunctionCall, graph: Graph) -> str:
     """Return a tensor that the call's operators read, but that is no argument, parameter or result of the call."""
-    available = {argument for argument in call.arguments if isinstance(argument, Value)}
+    available = {argument for argument in (*call.arguments, *call.moved) if isinstance(argument, Value)}
     for node in call.nodes:
         for value in node.inputs:
             if value not in available and graph.nodes[value.node].kind in (CALL, INPUT):

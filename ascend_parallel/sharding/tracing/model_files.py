@@ -29,6 +29,22 @@ def is_model_frame(frame: FrameType) -> bool:
     return is_model_file(name) and not name.startswith(OWN)
 
 
+def calling_line(above: int = 1) -> str:
+    """Return "file:line" of the innermost frame that runs a model's code, or "" if there is none.
+
+    above: how many frames, of this function and those that call it, are not looked at.
+    """
+    frame: FrameType | None = sys._getframe(above)
+    while frame is not None and not is_model_frame(frame):
+        frame = frame.f_back
+    return "" if frame is None else line_of(frame)
+
+
+def line_of(frame: FrameType) -> str:
+    """Return "file:line" of what a frame runs."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def is_of_fake_tensors() -> bool:
     """Tell whether a call only makes a fake result, as for torch.vmap. Fake results are cached, so runs differ."""
     frame: FrameType | None = sys._getframe(2)

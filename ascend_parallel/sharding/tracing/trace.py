@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
@@ -44,7 +45,7 @@ from ascend_parallel.sharding.tracing.determinism import (
     random_states_kept,
 )
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of, first_names
-from ascend_parallel.sharding.tracing.functionalize import FunctionalOp, functional_ops
+from ascend_parallel.sharding.tracing.functionalize import SCATTERS, FunctionalOp, View, functional_ops
 from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors, tied_names
 from ascend_parallel.sharding.tracing.model_files import is_model_file
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes
@@ -195,22 +196,27 @@ def _exported(
         with preserve_node_meta(), stubs.stubbing(model) if stubs else nullcontext(), recording.noting(model):
             program = torch.export.export(model, args, kwargs, strict=False)
         replacements = functional_ops(program)
-        if replacements is None and stubs is not None:
-            raise CannotExpandError
-        if replacements is None:
+        if isinstance(replacements, torch.fx.Node):
+            if stubs is not None:
+                raise CannotExpandError
             program = program.run_decompositions({})  # ambiguous aliasing: torch's own functionalization
-            recording.refuse("an in-place operator writes to a tensor with aliases: write it out of place")
+            recording.refuse(
+                f"{place_of(replacements)}{replacements.target} writes to a tensor with aliases: write it out of place"
+            )
+            replacements = {}
+        if stubs is not None and any(replacement.written for replacement in replacements.values()):
+            raise CannotExpandError
     except Exception as error:  # torch.export passes on any exception
         if stubs is not None:
             raise CannotExpandError from error  # what the stubs leave out may be missing
         raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {reason(error)}") from error
-    builder = _Builder(program, replacements or {})
-    graph, values = builder.build(), builder.values
+    builder = _Builder(program, replacements)
+    graph, values, rewritten = builder.build(), builder.values, builder.rewritten
     if stubs is not None:
         expansion = stubs.expanded(graph, values, first_names(model))
         graph, values, recording.calls = expansion.graph, expansion.values, expansion.calls
     check_marks(graph)
-    return replace(graph, calls=calls_of(recording, graph, values))
+    return replace(graph, calls=calls_of(recording, graph, values, rewritten))
 
 
 @contextmanager
@@ -249,6 +255,9 @@ class _Builder:
         self._nodes: dict[str, Node] = {}
         self._written: dict[str, Value] = {}
         self.values: dict[str, Any] = {}  # a Value or a list of Values, by the name of the program's node
+        # {name of an in-place operator: the nodes that it wrote to through views, by name, with their new values}
+        self.rewritten: dict[str, dict[str, Value]] = {}
+        self._now: dict[str, Value] = {}  # the values of nodes that were written to
 
     def build(self) -> Graph:
         returned: Sequence[Any] = ()
@@ -258,7 +267,7 @@ class _Builder:
             elif node.op == "output":
                 returned = node.args[0]
             elif node.target is operator.getitem:
-                self.values[node.name] = self.values[node.args[0].name][node.args[1]]
+                self.values[node.name] = self._value(node.args[0])[node.args[1]]
             elif str(node.target) not in CHECKS:
                 self._add_call(node)
         graph = Graph(
@@ -294,7 +303,7 @@ class _Builder:
         inputs: list[Value] = []
 
         def reference(argument: torch.fx.Node) -> Ref:
-            inputs.append(self.values[argument.name])
+            inputs.append(self._value(argument))
             return Ref(len(inputs) - 1)
 
         own = FunctionalOp(node.target, tuple(node.args), node.kwargs, node.meta.get("val"))
@@ -308,19 +317,51 @@ class _Builder:
             raise TraceError(
                 f"{place_of(node)}{_module(node) or 'the model'} runs {node.target}, which returns no tensor; {VALUES}"
             )
-        metas = tuple(self._nodes[read.node].outputs[read.index] for read in inputs)
+        metas = tuple(map(self._meta_of, inputs))
         call = OpCall(operation.target, args, kwargs, metas, outputs)
         self._nodes[node.name] = Node(node.name, CALL, outputs, call, tuple(inputs), _module(node), mark=mark_of(node))
         several = isinstance(node.meta.get("val"), (list, tuple))
         self.values[node.name] = _places(node.name, value) if several else Value(node.name)
         self._written |= {buffer: Value(node.name, index) for buffer, index in operation.updates.items()}
+        self._scatter(node, operation.written)
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        return self._now.get(node.name, self.values[node.name])
+
+    def _scatter(self, write: torch.fx.Node, views: Sequence[View]) -> None:
+        """Put what `write` wrote to the last of `views` into the tensors that it is a part of."""
+        if not views:
+            return
+        written, module = self.rewritten.setdefault(write.name, {}), _module(write)
+        parts = [self._value(views[0].owner)]
+        for view, inner in pairwise(views):
+            name = f"{write.name}_{view.node.name}"
+            parts.append(self._add_view(name, view, view.node.target, parts[-1:], inner.owner, module))
+        new = Value(write.name)
+        for view, part in zip(reversed(views), reversed(parts), strict=True):
+            name, scatter = f"{write.name}_{view.node.name}_scatter", SCATTERS[view.node.target]
+            new = self._add_view(name, view, scatter, [part, new], view.owner, module)
+            self._now[view.owner.name] = written[view.owner.name] = new
+
+    def _add_view(
+        self, name: str, view: View, target: Any, inputs: Sequence[Value], like: torch.fx.Node, module: str
+    ) -> Value:
+        """Add a view, or its scatter, whose result has the shape of `like`."""
+        metas, meta = tuple(map(self._meta_of, inputs)), _meta(like.meta["val"], view.node)
+        args = (*map(Ref, range(len(inputs))), *view.node.args[1:])
+        call = OpCall(target, args, dict(view.node.kwargs), metas, (meta,))
+        self._nodes[name] = Node(name, CALL, (meta,), call, tuple(inputs), module)
+        return Value(name)
+
+    def _meta_of(self, value: Value) -> TensorMeta:
+        return self._nodes[value.node].outputs[value.index]
 
     def _updates(self, returned: Sequence[Any]) -> dict[str, Value]:
         """Return the new values of the buffers that the forward writes; raise `TraceError` if it writes to an input."""
         updates = dict(self._written)
         for output, spec in zip(returned, self._program.graph_signature.output_specs, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
-                updates[str(spec.target)] = self.values[output.name]
+                updates[str(spec.target)] = self._value(output)
             elif spec.kind.name != "USER_OUTPUT":
                 raise TraceError(f"the forward writes to its input {spec.target!r}: write to a copy")
         return updates
@@ -329,7 +370,7 @@ class _Builder:
         """Return the user outputs in the model's nesting; the program returns updated buffers before them."""
         specs = self._program.graph_signature.output_specs
         leaves = [
-            self.values[output.name] if isinstance(output, torch.fx.Node) else output
+            self._value(output) if isinstance(output, torch.fx.Node) else output
             for output, spec in zip(returned, specs, strict=True)
             if spec.kind.name == "USER_OUTPUT"
         ]

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.ops.collectives import all_gather_single
-from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.ops.pending import NamedWork, run_collective
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.runtime.gradient_plan import form_buckets
 from ascend_parallel.training.optimizer.partition import Partition
@@ -28,7 +28,7 @@ def all_reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
     for indices in bucket_indices(tensors, bucket_bytes):
         bucket = [tensors[index] for index in indices]
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=group)
+        run_collective("the sum of gradients", dist.all_reduce, flat, group=group)
         sums = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
         for tensor, summed in zip(bucket, sums, strict=True):
             tensor.copy_(summed)

@@ -9,6 +9,7 @@ from math import inf
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.training.optimizer.buckets import all_reduce_tensors, gather_shards
@@ -77,7 +78,7 @@ def any_rank_set(
 ) -> list[list[bool]]:
     """Return, for each flag, whether any rank of `group` has set the flag. Runs on the device of `device_of`."""
     counts = torch.tensor(flags, dtype=torch.uint8, device=device_of.device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    run_collective("the comparison of gradients", dist.all_reduce, counts, group=group, op=dist.ReduceOp.MAX)
     return [[bool(flag) for flag in row] for row in counts.tolist()]
 
 
@@ -112,7 +113,7 @@ def global_norm(
     parts = [mine]
     if group is not None:
         parts = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(parts, mine, group=group)
+        run_collective("the norm of gradients", dist.all_gather, parts, mine, group=group)
     values = [float(part) for part in parts]
     if any(value != value for value in values):
         return float("nan")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER, Value
 from ascend_parallel.sharding.layout import Layout, Shape, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -54,7 +55,7 @@ class CrossMeshSums:
         if later:
             own = own.clone(memory_format=torch.contiguous_format)
         for dim in later:
-            dist.all_reduce(own, group=mesh.group(dim))
+            run_collective("the sum of a shared gradient", dist.all_reduce, own, group=mesh.group(dim))
         terms = {index: own}
         for source in holders:
             for target in holders:

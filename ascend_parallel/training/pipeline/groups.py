@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -196,7 +197,7 @@ class SharedGradients:
                 own = self._across.sum(name, own, self._holders[name], unsummed)
             elif group is not None:
                 by_mesh = [torch.empty_like(own) for _ in range(group.size())]
-                dist.all_gather(by_mesh, own.contiguous(), group=group)
+                run_collective("the sum of a shared gradient", dist.all_gather, by_mesh, own.contiguous(), group=group)
                 own = _sum(by_mesh)
             for copy in copies:
                 copy.grad = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, exchange, fingerprint
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -182,7 +183,7 @@ class HybridRunner(Runner):
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
         total = number.clone()
         if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+            run_collective("the mean loss", dist.all_reduce, total, group=self._group)
         return total
 
     def targets(self) -> list[OwnedParameter]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.choices import LayerOperator
@@ -131,14 +132,17 @@ class Collective:
         whole = self._whole[: ranks * sum(sizes)]
         if self._operator == ALL_REDUCE:
             chunks = torch.split_with_sizes(x, sizes)
-            return _wait_all([dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks])
+            works = [dist.all_reduce(x_c, group=self._group, async_op=True) for x_c in chunks]
+            return _wait_all([NamedWork("a measured all-reduce", work, self._group, x.device) for work in works])
         if self._operator == ALL_GATHER and len(sizes) == 1:
-            return all_gather_single(whole, x, self._group).wait
+            work = all_gather_single(whole, x, self._group)
+            return NamedWork("a measured all-gather", work, self._group, x.device).wait
         if self._operator == ALL_GATHER:
             return start_gathers(x, self._group, sizes, ALL_GATHER)[0].wait
         starts = reduce_scatters(x, sizes, self._group)
         inputs = torch.split_with_sizes(whole, [ranks * size for size in sizes])
-        return _wait_all([start(x_c) for start, x_c in zip(starts, inputs, strict=True)])
+        works = [start(x_c) for start, x_c in zip(starts, inputs, strict=True)]
+        return _wait_all([NamedWork("a measured reduce-scatter", work, self._group, x.device) for work in works])
 
 
 def repeats(piece: float, pieces: float) -> tuple[int, int]:

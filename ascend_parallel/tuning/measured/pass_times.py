@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.pending import NamedWork, run_collective
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
@@ -133,8 +134,7 @@ class TimedLinear:
 
     def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
         """Time matmuls beside longer collectives: until the matmuls end, or with `until`, until both end."""
-        _synchronize(self.case.device)
-        dist.barrier(self.group)
+        self._begin_together()
         start = time.perf_counter()
         waits = [calls.start() for _ in range(collectives)]
         for _ in range(matmuls):
@@ -147,11 +147,16 @@ class TimedLinear:
             _wait(waits)
         return seconds
 
+    def _begin_together(self) -> None:
+        _synchronize(self.case.device)
+        work, device = dist.barrier(self.group, async_op=True), torch.device(self.case.device)
+        NamedWork("the start of a measurement", work, self.group, device).wait()
+
     def _slowest(self, times: list[list[float]]) -> torch.Tensor:
         """Return the slowest rank's seconds by round and call, on the CPU."""
         slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
         slowest = slowest.to(self.case.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        run_collective("the slowest rank's time", dist.all_reduce, slowest, group=self.group, op=dist.ReduceOp.MAX)
         return slowest.cpu()
 
     def _output_rows(self) -> int:
@@ -201,8 +206,7 @@ class TimedLinear:
         return seconds
 
     def _clock(self, call: Callable[[], object]) -> float:
-        _synchronize(self.case.device)
-        dist.barrier(self.group)
+        self._begin_together()
         start = time.perf_counter()
         call()
         _synchronize(self.case.device)
