@@ -362,9 +362,9 @@ class InnerGraph:
         another.
         """
         self._boxes.append([])
-        anchor = torch.empty(0, requires_grad=True)
         # Detached: an input may have a graph outside, where this graph's backward must not go on.
-        source: torch.Tensor = _Source.apply(self._boxes[-1], anchor, x.detach())  # type: ignore[no-untyped-call]
+        anchor, x = torch.empty(0, requires_grad=True), x.detach()
+        source: torch.Tensor = _Source.apply(self._boxes[-1], anchor, x)  # type: ignore[no-untyped-call]
         return source
 
     def gradients(self, dy: torch.Tensor, which: range) -> list[torch.Tensor]:
