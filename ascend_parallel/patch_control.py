@@ -274,4 +274,5 @@ def _kernels() -> dict[str, str]:
         "chunked": "available",
         "reference": "available",
         "ordered": "available",
+        "tree": "available",
     }

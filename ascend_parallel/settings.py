@@ -72,8 +72,8 @@ class Settings(OperatorSettings):
     recompute_all_gather
         Gather the column layer's input again in backward instead of keeping the gathered copy.
     order
-        The first of two independent steps in the sequence-parallel backward of a column layer, or of a region's MLP:
-        the input gradient ("compute_first") or the gather of the input ("communicate_first"). "auto" is
+        The first of two independent steps in the sequence-parallel backward of a column layer: the
+        input gradient ("compute_first") or the gather of the input ("communicate_first"). "auto" is
         "communicate_first".
     split_weight_gradient
         Sum the row layer's weight gradient chunk by chunk under the gather of its sequence-parallel backward, in fp32:
@@ -92,8 +92,8 @@ class Settings(OperatorSettings):
     take_over
         Take the place of MindSpeed's CoC, with MindSpeed's arguments. COC_TAKE_OVER.
     region
-        True: run MLPs and transformer layers of Megatron-core as regions, in the layers' chunks. "auto": where a
-        training's first passes run faster so. COC_REGION.
+        True: the rows of a layer's collectives stay on their way past the layer, until something reads them. "auto":
+        where a training's first passes run faster so. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     frameworks

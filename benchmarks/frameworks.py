@@ -41,7 +41,11 @@ FRAMEWORKS = ("transformers", "torch", "torch, sequence parallel", "deepspeed")
 def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=15)
-    parser.add_argument("--chunks", default="4", help="values of COC_PARALLEL_NUM beside the plain step, with commas")
+    parser.add_argument(
+        "--chunks",
+        default="4",
+        help='values of COC_PARALLEL_NUM beside the plain step, with commas; "4 region": in regions',
+    )
     parser.add_argument("--frameworks", default=";".join(FRAMEWORKS), help="with semicolons; default: all installed")
     for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
@@ -75,7 +79,9 @@ def rank(group: dist.ProcessGroup, name: str, job: dict[str, Any]) -> tuple[floa
     communication = _communication(step)
     variants = {PLAIN: _state(num_chunks=1)}
     for chunks in job["chunks"].split(","):
-        variants[chunks] = _state(**({"auto": True} if chunks == "auto" else {"num_chunks": int(chunks)}))
+        number, *region = chunks.split()
+        own = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
+        variants[chunks] = _state(**own, region=bool(region))
     ascend_parallel.configure(num_chunks=1)
     runs = {each: lambda state=state: _with(state, step) for each, state in variants.items()}
     first = {each: in_turn({each: runs[each]}, 1, warm_up=0)[each][0] for each in runs}

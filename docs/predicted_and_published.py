@@ -9,27 +9,38 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ascend_parallel.training.degrees.published import evaluate_run, planning_obstacle
 from ascend_parallel.tuning.published.report import compare_runs, page
 
-MARK = "<!-- tables: below -->\n"
+PREDICT, PLANNED = "<!-- predict: below -->\n", "<!-- plan-training: below -->\n"
 
 
 def main() -> None:
     """Print the tables, or write them into the file named."""
-    text = page(compare_runs())
+    by_predict, by_search = page(compare_runs()), planned()
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
-        path.write_text(inserted(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+        document = inserted(path.read_text(encoding="utf-8"), PREDICT, by_predict)
+        path.write_text(inserted(document, PLANNED, by_search), encoding="utf-8")
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(by_predict + by_search)
 
 
-def inserted(document: str, text: str) -> str:
-    """Return the document with `text` below its mark; raises `ValueError` if the mark is missing."""
-    before, mark, _ = document.partition(MARK)
-    if not mark:
-        raise ValueError(f"the document has no mark {MARK.strip()}")
-    return f"{before}{MARK}\n{text}"
+def planned() -> str:
+    """Return the tables of the evaluation behind plan-training."""
+    return page(compare_runs(planning_obstacle, evaluate_run))
+
+
+def inserted(document: str, mark: str, text: str) -> str:
+    """Return the document with `text` below its mark, up to the next heading of level 2.
+
+    Raises `ValueError` if the mark is missing.
+    """
+    before, found, after = document.partition(mark)
+    if not found:
+        raise ValueError(f"the document has no mark {mark.strip()}")
+    rest = after.partition("\n## ")
+    return f"{before}{mark}\n{text}" + "".join(rest[1:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
     Hardware,
@@ -19,15 +19,17 @@ from ascend_parallel.tuning.cost_model.hardware import (
     find_hardware,
     read_hardware,
 )
+from ascend_parallel.tuning.cost_model.layer_passes import BEST
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
 from ascend_parallel.tuning.cost_model.models import Model, all_models, find_model, read_model
 from ascend_parallel.tuning.cost_model.published import PUBLISHED, PUBLISHED_HARDWARE, Assumptions, compare
 from ascend_parallel.tuning.cost_model.published_report import show_published
 from ascend_parallel.tuning.cost_model.report import predict as predicted
-from ascend_parallel.tuning.cost_model.report import show, show_sources
-from ascend_parallel.tuning.cost_model.step import Layout
-from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.cost_model.report import show, show_sources, summary
+from ascend_parallel.tuning.cost_model.step import Layout, step_work
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, require
 from ascend_parallel.tuning.published.report import compare_runs, show_runs
+from ascend_parallel.tuning.step_time.lanes import page
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 WIDTH = 150
@@ -79,9 +81,19 @@ SequenceParallel = Annotated[
         help="All-gather and reduce-scatter, or all-reduce; default: the first, with --published both.",
     ),
 ]
+VirtualStages = Annotated[
+    int, typer.Option(min=1, max=MOST_ROWS, help="Pipeline stages of each rank; more than 1: interleaved.")
+]
+ContextRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Context-parallel ranks of a sequence (ring).")]
+Zero = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+OverlapGradients = Annotated[
+    bool, typer.Option("--overlap-gradients", help="Sum gradients under the last backward, in buckets.")
+]
+RecomputeLayers = Annotated[int, typer.Option(min=0, help="Layers of each stage that are recomputed; 0: all.")]
 Recompute = Annotated[str, typer.Option(help=f"Activation recompute: {', '.join(RECOMPUTE)}.")]
 Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")]
 LaunchTime = Annotated[float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")]
+Html = Annotated[Path | None, typer.Option(help="Write an HTML page with the lanes of a step with the best chunks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")]
 ListAll = Annotated[bool, typer.Option("--list", help="List models and hardware.")]
 Sources = Annotated[bool, typer.Option("--sources", help="Print every number of the hardware with its source.")]
@@ -110,9 +122,15 @@ def predict(
     micro_batch: MicroBatch = None,
     micro_batches: MicroBatches = None,
     sequence_parallel: SequenceParallel = None,
+    virtual_stages: VirtualStages = 1,
+    cp: ContextRanks = 1,
+    zero: Zero = 0,
+    overlap_gradients: OverlapGradients = False,
     recompute: Recompute = "none",
+    recompute_layers: RecomputeLayers = 0,
     dtype: Dtype = None,
     launch_us: LaunchTime = None,
+    html: Html = None,
     as_json: AsJson = False,
     list_all: ListAll = False,
     sources: Sources = False,
@@ -138,15 +156,30 @@ def predict(
             return
         work = Assumptions(
             hardware=machine,
-            layout=Layout(dp=dp, pp=pp, micro_batches=micro_batches or 8 * pp, recompute=recompute),
+            layout=Layout(
+                dp=dp,
+                pp=pp,
+                micro_batches=micro_batches or 8 * pp,
+                recompute=recompute,
+                virtual_stages=virtual_stages,
+                recompute_layers=recompute_layers,
+                zero=zero,
+                overlap_gradients=overlap_gradients,
+            ),
             dtype=lookup("--dtype", dtype or machine.dtype, DTYPES),
             tp=tp,
+            cp=cp,
             sequence=seq,
             micro_batch=micro_batch,
             sequence_parallel=sequence_parallel,
         )
+        if html is not None:
+            needs_folder("--html", html)
+            require("--html", html, not gains, "it without --gains, which predicts several steps")
         with progress_console(as_json).status("predicting"):
             result = compare(work) if gains else _predicted(_model(model, model_file), work)
+            if html is not None:
+                html.write_text(_lanes(_model(model, model_file), work, result), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif gains:
@@ -158,6 +191,12 @@ def predict(
 def _predicted(model: Model, work: Assumptions) -> dict[str, Any]:
     batch = work.batch(model, work.sequence_parallel is not False)
     return predicted(model, batch, work.layout, work.hardware)
+
+
+def _lanes(model: Model, work: Assumptions, prediction: dict[str, Any]) -> str:
+    batch = work.batch(model, work.sequence_parallel is not False)
+    step = step_work(work.costs, model, batch, work.layout, BEST)
+    return page(step, f"{model.name} on {work.hardware.name}: a predicted step", summary(prediction))
 
 
 def _refuse_beside(

@@ -121,7 +121,7 @@ def terminal_text(terminal):
 def test_advice_has_json_too():
     words = ["propagate", MODEL, "--mesh", "mp=2", "--advise", "--json"]
     found = json.loads(CliRunner().invoke(app, words).stdout)
-    assert "layers.*.mlp.down" in {advised["pattern"] for advised in found["advised"]}
+    assert "layers.*.mlp.gate" in {advised["pattern"] for advised in found["advised"]}
     assert found["seconds"] > 0
 
 

@@ -35,7 +35,7 @@ def test_the_command_explains_a_model_on_a_large_mesh():
 def test_the_command_advises_and_draws(tmp_path):
     ended = command("examples/sharding/llama.py:small", "--mesh", "mp=2", "--advise")
     assert ended.returncode == 0, ended.stderr
-    assert "layers.*.mlp.down" in ended.stdout
+    assert "layers.*.mlp.gate" in ended.stdout
     page = tmp_path / "plan.html"
     ended = command("examples/sharding/llama.py:small", "--mesh", "mp=2", "--brief", "--html", str(page))
     assert ended.returncode == 0, ended.stderr

@@ -93,7 +93,7 @@ def test_json_is_all_that_is_printed(told):
         ("[pipeline]\ndegree = 2\nstages = 2", "pipeline.stages=2: give stages by pattern"),
         ('fused_passes = "matmul_add"', "fused_passes='matmul_add': give a list of matmul_add"),
         ("hardware = 3", "hardware=3: give a name"),
-        ('hardware = "a100"', "hardware 'a100' is not known"),
+        ('hardware = "b52"', "hardware 'b52' is not known"),
         ("[pipeline]\ndegree = 2\nmicro_batches = 3", "pipeline.micro_batches=3: a batch's tensor is [8, 8]"),
         ('[recompute]\nmodules = ["lyers.*"]', "recompute.modules: 'lyers.*' names no module; there are layers"),
         ('mode = "hybrid"', 'mode="hybrid": the model runs as it is written'),

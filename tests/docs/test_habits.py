@@ -74,7 +74,7 @@ def test_ci_runs_the_same_command_on_every_python_and_other_torches():
 def test_ci_ends_with_the_line_of_pytest():
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert {"make lint", "make docs", "make test"} <= set(commands)
-    assert commands[-1] == "make test"
+    assert commands[-1].startswith("make test")
 
 
 @pytest.mark.parametrize("name", ["bug.yml", "slow.yml", "wish.yml"])

@@ -108,7 +108,7 @@ def test_what_is_chosen():
     text = str(explain(call, Settings(num_chunks=4)))
     assert "float32 of int8 by int8 with communication in int8 on 4 cpu ranks: reference, chunks: 1" in text
     assert "1, because communication in int8 is not cut" in text
-    assert text.count("cannot: it has no communication in int8") == 3
+    assert text.count("cannot: it has no communication in int8") == 4
     for settings in (Settings(num_chunks=4, strict=True), Settings(fused=True, strict=True)):
         with pytest.raises(UnmetRequestError, match="communication in int8"):
             choose(call, settings)

@@ -194,7 +194,7 @@ BLOCKING = {
     ("ascend_parallel/training/to_static.py", "all_gather_object"),
     ("ascend_parallel/diagnostics/doctor/trial.py", "all_gather_object"),
     ("ascend_parallel/tuning/launch/rank.py", "barrier"),
-    *(("ascend_parallel/tuning/bench/experts.py", name) for name in ("barrier", "all_reduce", "all_to_all_single")),
+    *(("ascend_parallel/tuning/bench/experts.py", name) for name in ("barrier", "all_reduce")),
 }
 # Files that start work, and what they wait on: `Pending`, `NamedWork` or `FinishingWork`, which limit it.
 STARTING = {

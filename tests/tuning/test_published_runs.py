@@ -1,10 +1,13 @@
 """Published trainings beside predictions: the rows, their conversion to seconds, and the page."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import predicted_and_published
 import pytest
 
+from ascend_parallel.tuning.cost_model.memory import layer_activations
+from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle
 from ascend_parallel.tuning.published.report import compare_runs
 from ascend_parallel.tuning.published.runs import all_runs
@@ -59,5 +62,40 @@ def test_what_cannot_be_predicted_says_why():
 
 def test_the_page_has_the_tables_of_the_command(comparison):
     document = PAGE.read_text(encoding="utf-8")
-    made = predicted_and_published.inserted(document, predicted_and_published.page(comparison))
+    made = predicted_and_published.inserted(
+        document, predicted_and_published.PREDICT, predicted_and_published.page(comparison)
+    )
     assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_of_plan_training():
+    document = PAGE.read_text(encoding="utf-8")
+    made = predicted_and_published.inserted(
+        document, predicted_and_published.PLANNED, predicted_and_published.planned()
+    )
+    assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"
+
+
+def test_no_published_run_of_mindspeed_is_predicted_not_to_fit(comparison):
+    """The others that are predicted not to fit are explained in the page."""
+    rows = [row for row in comparison["rows"] if row["table"].startswith("Ascend/MindSpeed-LLM") and row["memory"]]
+    assert len(rows) > 40 and all(row["fits"] for row in rows)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_activations_are_those_of_the_published_formula(tp):
+    """arXiv:2205.05198, equation 4: s b h / t (34 + 5 a s / h) with sequence parallelism; here without dropout.
+
+    Of the 34, two are masks of dropout; of the 5, fused attention keeps none.
+    """
+    model = find_model("gpt3-175b")
+    batch = Batch(sequence=2048, micro_batch=2, tp=tp, device="cuda")
+    statistics = model.heads / tp * 2048 * 2 * 4
+    expected = 2048 * 2 * model.hidden / tp * 32
+    assert layer_activations(model, batch, "none") == pytest.approx(expected + statistics, rel=1e-12)
+    written = replace(batch, fused_attention=False)
+    scores = 2 * model.heads * 2048**2 * 2 / tp
+    assert layer_activations(model, written, "none") == pytest.approx(expected + scores, rel=1e-12)
+    assert layer_activations(model, written, "selective") == pytest.approx(expected, rel=1e-12)
+    assert layer_activations(model, batch, "full") == pytest.approx(2048 * 2 * model.hidden * 2 / tp)

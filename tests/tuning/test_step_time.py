@@ -1,11 +1,14 @@
 """The step model against event simulations that share no code with it."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Task, length, pipeline_tasks, simulate
 
 from ascend_parallel.tuning.cost_model.step import spread
+from ascend_parallel.tuning.step_time.lanes import lanes, page
 from ascend_parallel.tuning.step_time.step import StepWork, exposed, gathered_pass, time_step
 
 SECONDS = st.floats(min_value=0, max_value=1, allow_nan=False)
@@ -78,3 +81,28 @@ def test_interleaving_divides_the_bubble(ranks, virtual, micro_batches):
 def test_stages_of_the_ends_alone():
     """Llama 3 405B: 126 layers on 128 stages, the first and the last without a layer (arXiv:2407.21783, 3.3.2)."""
     assert spread(126, 128) == [0] + [1] * 126 + [0]
+
+
+@pytest.mark.parametrize("under_backward", [False, True])
+@pytest.mark.parametrize(("schedule", "ranks", "virtual"), [("1f1b", 1, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)])
+def test_lanes_end_with_the_step_and_do_not_overlap(schedule, ranks, virtual, under_backward):
+    work = StepWork(
+        schedule=schedule,
+        micro_batches=8,
+        forward=[1.0 + stage / 10 for stage in range(ranks * virtual)],
+        backward=[2.0 + stage / 10 for stage in range(ranks * virtual)],
+        send=0.1,
+        sums=[3.0] * ranks,
+        buckets=[4] * ranks,
+        under_backward=under_backward,
+        gathers=[0.5] * ranks,
+        optimizer=[0.25] * ranks,
+    )
+    rows = lanes(work)
+    assert len(rows) == 2 * ranks
+    assert max(span.stop for row in rows for span in row.spans) == pytest.approx(time_step(work).total, rel=1e-12)
+    for row in rows:
+        for first, second in pairwise(row.spans):
+            assert first.stop <= second.start + 1e-12
+    html = page(work, "a step", ["a note"])
+    assert html.count('<rect class="F"') == 8 * ranks * virtual + 1 and "a note" in html

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import shm
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, Rows, expert_exchange
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, TP, Problem, experts_problem
 from ascend_parallel.ops.registry import KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
@@ -81,7 +81,7 @@ def _error(name: str, operator: str, group: dist.ProcessGroup) -> float:
     rows = ROWS if operator == ALL_GATHER else ROWS * ranks
     x = torch.randn(ranks, rows, K, generator=generator)
     w = torch.randn(ranks, K, N, generator=generator)
-    result = _run(KERNELS[name], operator, x[rank], w[rank], group)
+    result = _run(name, operator, x[rank], w[rank], group)
     if operator == ALL_GATHER:
         truth = x.double().flatten(0, 1) @ w[rank].double()
     else:
@@ -90,9 +90,15 @@ def _error(name: str, operator: str, group: dist.ProcessGroup) -> float:
     return float((result.double() - truth).abs().max() / truth.abs().max())
 
 
-def _run(kernel: Any, operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _run(name: str, operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     rows = x.shape[0] // group.size() if operator == "matmul_reduce_scatter" else x.shape[0]
-    sizes = (rows,) if kernel is KERNELS["reference"] else split_rows(rows, 3)
-    result = getattr(kernel, operator)(x, w, group, sizes)
+    sizes = (rows,) if name == "reference" else split_rows(rows, 3)
+    options: dict[str, Any] = {}
+    if name == "tree":  # its chunks and blocks are those of COC_DETERMINISTIC=tp alone
+        whole = x.shape[0] * (group.size() if operator == ALL_GATHER else 1)
+        problem = Problem(operator, whole, K, N, DTYPE, "cpu", group.size())
+        choice = choose(problem, OperatorSettings(num_chunks=3, mode=2, deterministic=TP))
+        sizes, options = choice.sizes, dict(choice.options)
+    result = getattr(KERNELS[name], operator)(x, w, group, sizes, **options)
     y: torch.Tensor = result[0] if operator == ALL_GATHER else result.wait()
     return y

@@ -95,7 +95,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
     return (
         str(place),
         str(degrees.dp),
-        str(degrees.tp),
+        f"{degrees.tp} (ZeRO-3-like)" if candidate.gathers_weights else str(degrees.tp),
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",
         _schedule(degrees),
@@ -103,7 +103,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(degrees.zero_stage),
         f"{candidate.seconds:.4g}",
         size_of(candidate.memory.total),
-        f"{100 * candidate.parts.bubble / candidate.seconds:.1f} %",
+        f"{round(100 * candidate.parts.bubble / candidate.seconds, 1) + 0.0} %",
         why(candidate, found.best[0]),
     )
 
@@ -127,6 +127,7 @@ def _outside(candidate: Candidate, found: SearchResult) -> str:
 def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
     return {
         "degrees": vars(candidate.degrees),
+        "gathers_weights": candidate.gathers_weights,
         "seconds": candidate.seconds,
         "parts": vars(candidate.parts),
         "bubble": candidate.parts.bubble / candidate.seconds,

@@ -113,11 +113,16 @@ class ModelByBatchSize:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Degrees with their predicted time and memory."""
+    """Degrees with their predicted time and memory.
+
+    gathers_weights
+        Whether the tensor-parallel ranks gather weights rather than activations, as ZeRO-3 does.
+    """
 
     degrees: Degrees
     parts: StepBreakdown
     memory: RankBytes
+    gathers_weights: bool = False
 
     @property
     def seconds(self) -> float:
@@ -229,7 +234,7 @@ class _Search:
             timed += 1
             if timed % 100 == 1:
                 self._progress(f"timing schedules: {timed} timed, {len(waiting)} may be faster")
-            best.append(Candidate(degrees, self.evaluation.parts(degrees), memory))
+            best.append(self._candidate(degrees, memory))
             best.sort(key=lambda found: (found.seconds, found.memory.total))
             del best[BEST:]
         if not best:
@@ -277,12 +282,16 @@ class _Search:
         if self._fastest is None or bound < self._fastest[0]:
             self._fastest = (bound, degrees)
 
+    def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
+        gathers = self.evaluation.at(degrees).work.gathers_weights
+        return Candidate(degrees, self.evaluation.parts(degrees), memory, gathers)
+
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""
         if self._fastest is None:
             return None
         degrees = self._fastest[1]
-        return Candidate(degrees, self.evaluation.parts(degrees), self.evaluation.memory(degrees))
+        return self._candidate(degrees, self.evaluation.memory(degrees))
 
     def _nothing_fits(self) -> str:
         """Say what the smallest needs, and of what."""

@@ -74,6 +74,8 @@ class OperatorCosts:
         Bytes that an operator's backward needs beside what was kept: gradients of its inputs and outputs.
     sent
         Bytes of a rank that cross the cut after the operator.
+    gathers_weights
+        Whether forward gathers more bytes of parameters than of activations: "tp" then runs as ZeRO-3 does.
     whole, crossing
         Seconds on one rank and whole bytes that cross, as `balanced` cuts stages.
     """
@@ -90,6 +92,7 @@ class OperatorCosts:
     whole: Numbers
     crossing: Numbers
     parameters: tuple[Parameter, ...]
+    gathers_weights: bool
     kept: Mapping[str, RecomputeCost]
 
 
@@ -124,6 +127,7 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> Oper
         whole=np.diff(np.array(work_done(calls, hardware)), prepend=0.0),
         crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
         parameters=pricing.parameters(),
+        gathers_weights=pricing.gathers_weights,
         kept=kept,
     )
 
@@ -136,14 +140,17 @@ class _Pricing:
         self._place = {node.name: index for index, node in enumerate(calls)}
         self._shape = tuple(plan.mesh.shape)
         self.forward, self.backward, self.summed = (np.zeros(len(calls)) for _ in range(3))
+        moved = {True: 0.0, False: 0.0}
         for conversion in plan.conversions:
             at = self._place[conversion.reader.split(", ")[0]] if conversion.reader else len(calls) - 1
             back = conversion.back.seconds if conversion.back else 0.0
             held = plan.graph.nodes[conversion.value.node].kind == PARAMETER
+            moved[held] += conversion.ahead.nbytes
             self.forward[at] += conversion.ahead.seconds
             # A replicated parameter's gradient is summed once, after the last micro-batch.
             target = self.summed if held and not conversion.ahead.nbytes else self.backward
             target[at] += back
+        self.gathers_weights = moved[True] > moved[False]
         for name, steps in plan.op_collectives.items():
             self.forward[self._place[name]] += sum(step.seconds for step in steps)
 

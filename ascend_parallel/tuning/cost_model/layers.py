@@ -73,7 +73,7 @@ class TransformerLayerTime:
     def _rotation(self, tensors: int) -> float:
         """Return the seconds of the ring that passes keys and values, and gradients, to all ranks of a sequence.
 
-        Ring attention (arXiv:2310.01889): a block's send runs under the block's attention, so the longer one counts.
+        Ring attention (arXiv:2310.01889): a send runs under a block of attention, so the longer of both counts.
         """
         model, batch = self.model, self.batch
         if batch.cp == 1:

@@ -75,6 +75,7 @@ class Assumptions:
     layout: Layout
     dtype: torch.dtype
     tp: int = PUBLISHED_TP
+    cp: int = 1
     sequence: int | None = None
     micro_batch: int | None = None
     sequence_parallel: bool | None = None
@@ -102,6 +103,7 @@ class Assumptions:
             sequence_parallel=sequence_parallel,
             dtype=self.dtype,
             device=self.hardware.device,
+            cp=self.cp,
         )
 
     def grid(self, batch: Batch) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import (
@@ -25,6 +26,7 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
     operator_of,
 )
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
+from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
 from ascend_parallel.tuning.e_bound import e_bound
@@ -72,7 +74,10 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "tp": batch.tp,
         "dp": layout.dp,
         "pp": layout.pp,
-        "ranks": batch.tp * layout.dp * layout.pp,
+        "cp": batch.cp,
+        "ranks": batch.tp * batch.cp * layout.dp * layout.pp,
+        "virtual_stages": layout.virtual_stages,
+        "zero": layout.zero,
         "sequence": batch.sequence,
         "micro_batch": batch.micro_batch,
         "micro_batches": layout.micro_batches,
@@ -85,6 +90,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "layer": _layer(layer, layout),
         "step": _steps(costs, model, batch, layout),
         "verdict": _verdict(costs, model, batch, layout),
+        "memory": _memory(model, batch, layout, hardware),
     }
 
 
@@ -93,7 +99,8 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     mode = "sequence parallel" if prediction["sequence_parallel"] else "all-reduce"
     console.print(
         f"{prediction['model']} ({prediction['parameters'] / 1e9:.1f}B) on {prediction['hardware']}, "
-        f"TP {prediction['tp']} x DP {prediction['dp']} x PP {prediction['pp']} = {prediction['ranks']} ranks, {mode}, "
+        f"TP {prediction['tp']} x CP {prediction['cp']} x DP {prediction['dp']} x PP {prediction['pp']} = "
+        f"{prediction['ranks']} ranks, {mode}, "
         f"sequence {prediction['sequence']}, micro-batch {prediction['micro_batch']}, {prediction['dtype']}, "
         f"recompute {prediction['recompute']}",
         markup=False,
@@ -103,15 +110,27 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     console.print(_calls_table(prediction["calls"]))
     console.print(_totals_table(prediction))
     console.print(LEGEND, markup=False)
-    verdict = prediction["verdict"]
-    console.print(
+    for words in summary(prediction):
+        console.print(words, markup=False)
+
+
+def summary(prediction: dict[str, Any]) -> list[str]:
+    """Return the verdict in lines: the step, what is hidden and exposed, memory by kind, and what is assumed."""
+    verdict, best, memory = prediction["verdict"], prediction["step"]["best"], prediction["memory"]
+    fits = {None: "the card's memory is not known", True: "fits", False: "does not fit"}[memory["fits"]]
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    lines = [
         f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
         f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
         "Assumed: all cards alike, no slow card, no time of the host beside the launches",
-        markup=False,
-    )
+        f"sums of gradients: {_ms(best['gradients'])} ms exposed, {_ms(best['gradients_hidden'])} ms hidden; "
+        f"update and gathers of weights: {_ms(best['optimizer'])} ms",
+        f"memory of the fullest card: {size_of(memory['total'])}, {fits}: "
+        + ", ".join(f"{kind} {size_of(memory[kind])}" for kind in kinds),
+    ]
     if prediction["assumed"]:
-        console.print(f"assumed, without a public source: {', '.join(prediction['assumed'])} (--sources)", markup=False)
+        lines.append(f"assumed, without a public source: {', '.join(prediction['assumed'])} (--sources)")
+    return lines
 
 
 def show_sources(hardware: Hardware, console: Console) -> None:
@@ -182,6 +201,7 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
             "pipeline": step.pipeline,
             "gradients": step.gradients,
             "optimizer": step.optimizer,
+            "gradients_hidden": step.hidden,
             "tokens_per_second": tokens / step.total,
             "gain": gain(serial, step.total),
         }
@@ -192,7 +212,7 @@ def _verdict(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> di
     """Return the step with the best chunks, by card, and its MFU: the share of the peak that the model needs."""
     serial, best = (step_time(costs, model, batch, layout, schedule).total for schedule in (MEGATRON, BEST))
     tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
-    per_card = tokens / best / (batch.tp * layout.dp * layout.pp)
+    per_card = tokens / best / (batch.tp * batch.cp * layout.dp * layout.pp)
     unit = costs.hardware.matmul
     peak = unit.macs_per_cycle * unit.frequency * unit.cores
     peak *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
@@ -203,6 +223,14 @@ def _verdict(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> di
         "tokens_per_second_per_card": per_card,
         "mfu": per_card * macs / peak,
     }
+
+
+def _memory(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> dict[str, Any]:
+    """Return the bytes of the fullest card by kind, and whether they fit; None: its capacity is not known."""
+    held = step_memory(model, batch, layout)
+    capacity = hardware.memory.capacity or None
+    fits = None if capacity is None else held.total <= capacity
+    return vars(held) | {"total": held.total, "capacity": capacity, "fits": fits}
 
 
 def _calls_table(calls: list[dict[str, Any]]) -> Table:

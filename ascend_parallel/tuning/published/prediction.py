@@ -11,6 +11,7 @@ from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
+from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.step import Layout, step_time
 from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
@@ -39,10 +40,10 @@ def obstacle(run: PublishedRun) -> str:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The predicted seconds of a step, and bytes of the fullest card; None: not predicted."""
+    """The predicted seconds of a step, and bytes of the fullest card."""
 
     seconds: float
-    memory: float | None
+    memory: float
 
 
 def predict_run(run: PublishedRun) -> RunPrediction:
@@ -68,7 +69,7 @@ def predict_run(run: PublishedRun) -> RunPrediction:
         overlap_gradients=overlaps_gradients(run),
     )
     step = step_time(_costs(hardware.name), run.transformer(), batch, layout, schedule_of(run))
-    return RunPrediction(step.total, None)
+    return RunPrediction(step.total, step_memory(run.transformer(), batch, layout).total)
 
 
 def schedule_of(run: PublishedRun) -> Schedule:

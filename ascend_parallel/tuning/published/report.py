@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,20 +11,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle, predict_run
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+from ascend_parallel.tuning.published.prediction import RunPrediction, measured_seconds, obstacle, predict_run
 from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
 
 WITHIN = 0.2
-HEADS = ("run", "cards", "tp pp cp dp", "published s", "predicted s", "error", "memory GB", "pitfall")
+HEADS = ("run", "cards", "tp pp cp dp", "published s", "predicted s", "error", "memory GB", "fits", "pitfall")
 LEGEND = """\
 Seconds of a training step; a published speed is converted by the row's batch. error: predicted / published speed - 1;
 +10 % means predicted 10 % too fast. memory: predicted for the fullest card. Nothing was fitted to a row; the sources of
 the model's numbers are printed by `ascend-parallel predict --sources`."""
 
 
-def compare_runs() -> dict[str, Any]:
-    """Return every published row with its prediction, and the errors by source."""
-    rows = [_row(run) for run in all_runs()]
+def compare_runs(
+    why_not: Callable[[PublishedRun], str] = obstacle, predict: Callable[[PublishedRun], RunPrediction] = predict_run
+) -> dict[str, Any]:
+    """Return every published row with its prediction, and the errors by source.
+
+    why_not, predict: why a row cannot be predicted ("": it can), and its prediction; by default those of `predict`.
+    """
+    rows = [_row(run, why_not(run), predict) for run in all_runs()]
     predicted = [row for row in rows if row["error"] is not None]
     tables = list(dict.fromkeys(row["table"] for row in predicted))
     summary = [_errors(table, [row for row in predicted if row["table"] == table]) for table in tables]
@@ -45,19 +51,18 @@ def show_runs(comparison: Mapping[str, Any], console: Console) -> None:
 
 def page(comparison: Mapping[str, Any]) -> str:
     """Return the tables of a comparison in Markdown."""
-    parts = ["## Errors by source", "", *_markdown(*_summary(comparison["summary"])), ""]
+    parts = [*_markdown(*_summary(comparison["summary"])), ""]
     for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
         rows = [row for row in comparison["rows"] if row["table"] == table]
         cells = [_cells(row) for row in rows if row["error"] is not None]
-        parts += [f"## {table}", "", rows[0]["source"], ""]
+        parts += [f"### {table}", "", rows[0]["source"], ""]
         parts += [*_markdown(HEADS, cells), ""] if cells else []
         left_out = [f"`{row['id']}`: {row['obstacle']}" for row in rows if row["error"] is None]
         parts += ["Not predicted: " + "; ".join(left_out) + ".", ""] if left_out else []
     return "\n".join(parts)
 
 
-def _row(run: PublishedRun) -> dict[str, Any]:
-    words = obstacle(run)
+def _row(run: PublishedRun, words: str, predict: Callable[[PublishedRun], RunPrediction]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "id": run.id,
         "table": run.table,
@@ -70,14 +75,15 @@ def _row(run: PublishedRun) -> dict[str, Any]:
         "obstacle": words,
     }
     if words:
-        return result | {"published": None, "predicted": None, "error": None, "memory": None}
-    published, predicted = measured_seconds(run), predict_run(run)
+        return result | {"published": None, "predicted": None, "error": None, "memory": None, "fits": None}
+    published, predicted = measured_seconds(run), predict(run)
     seconds = predicted.seconds
     return result | {
         "published": published,
         "predicted": seconds,
         "error": published / seconds - 1,
         "memory": predicted.memory,
+        "fits": predicted.memory <= find_hardware(run.chip or "").memory.capacity,
     }
 
 
@@ -116,7 +122,8 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         f"{row['published']:.4g}",
         f"{row['predicted']:.4g}",
         f"{row['error']:+.1%}",
-        "-" if row["memory"] is None else f"{row['memory'] / 1e9:.1f}",
+        f"{row['memory'] / 1e9:.1f}",
+        "yes" if row["fits"] else "no",
         row["pitfall"],
     )
 
