@@ -214,6 +214,8 @@ def test_rules_are_of_operators_that_there_are():
     missing = []
     for name in registry.ENTRIES:
         library, packet, *overload = name.split(".")
+        if library == "npu":  # torch_npu's: test_npu_rules.py has the wheel
+            continue
         operator = getattr(getattr(torch.ops, library), packet, None)
         if operator is None or not set(overload) <= set(operator.overloads()):
             missing.append(name)
