@@ -216,14 +216,15 @@ def test_the_greedy_set_is_a_smallest_one_for_these_models(case):
 
 @pytest.mark.slow
 def test_a_deep_vit_has_two_operators_to_configure():
-    """32 blocks of transformers: linear layers in each block, named once; before, 15 patterns were listed."""
+    """32 blocks of transformers: the layers of all blocks are named once, and each of the two is needed."""
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(num_hidden_layers=32, hidden_size=1280, num_attention_heads=16)
     with torch.device("meta"):
         model = transformers.ViTForImageClassification(config)
         advice = advise(model, (torch.zeros(64, 3, 224, 224),), ProcessMesh(list(range(8)), ["mp"]))
-    assert [each.count for each in advice.advised] == [32, 32]
-    assert all(each.seconds > 1e-3 and "vit.layers.*." in each.pattern for each in advice.advised)
+    assert [each.count for each in advice.advised] == [1, 64]  # docs/propagation.md has the table
+    assert advice.advised[1].pattern.startswith("vit.layers.*.")
+    assert all(each.seconds > 1e-3 for each in advice.advised)
     assert advice.alone > 2 * advice.seconds
     assert len(advice.named) >= 12
     assert len(str(advice).splitlines()) < 10
