@@ -8,6 +8,7 @@ A test that is itself what every rank runs says so: ``@on_ranks(n)`` above ``def
 
 import functools
 import inspect
+import logging
 import multiprocessing
 import os
 import sys
@@ -124,6 +125,7 @@ def _serve(rank, ranks, store, pipe):
             if file not in modules:
                 modules[file] = load(file)
             LEDGER.clear()  # what earlier tests checked
+            logging.disable(logging.NOTSET)  # and what they silenced
             function = getattr(modules[file], name)
             function = getattr(function, "on_each_rank", function)
             pipe.send(("ok", function(torch.distributed.group.WORLD, *args)))
