@@ -101,12 +101,15 @@ def _summary_table(titles: list[str], reports: list[Report]) -> Table:
         table.add_column(column, justify="right" if column else "left")
     table.add_row("median step", *(f"{statistics.median(report['milliseconds']):.1f} ms" for report in reports))
     table.add_row("half of the steps took", *(_middle_half(report["milliseconds"]) for report in reports))
-    coverage = (f"{report['coverage']['covered']} of {report['coverage']['total']}" for report in reports)
-    table.add_row("linear layers covered", *coverage)
-    counts = [report["status"]["counts"] for report in reports]
+    table.add_row("linear layers covered", *(_covered(report["coverage"]) for report in reports))
+    counts = [(report["status"] or {"counts": {}})["counts"] for report in reports]  # as it is: nothing is imported
     for operator in sorted({name for count in counts for name in count}):
         table.add_row(operator, *(_describe(count.get(operator)) for count in counts))
     return table
+
+
+def _covered(coverage: dict[str, int] | None) -> str:
+    return f"{coverage['covered']} of {coverage['total']}" if coverage else "-"
 
 
 def _middle_half(milliseconds: list[float]) -> str:

@@ -153,6 +153,17 @@ def test_the_demo_predicts_the_gain_on_a_named_cluster(showing):
     assert float(re.search(r"\(([\d.]+) times as fast\)", found)[1]) > 1
 
 
+def test_the_demos_table_has_a_plain_run_that_imported_nothing(showing):
+    plain = {"milliseconds": [2.0, 4.0], "status": None, "coverage": None}
+    counts = {"matmul_all_reduce": {"calls": 6, "chunks": 24, "collectives": 24}}
+    overlapped = {"milliseconds": [1.0, 3.0], "status": {"counts": counts}, "coverage": {"covered": 8, "total": 9}}
+    table = showing._summary_table(["as it is", "4 chunks"], [plain, overlapped])
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert ("median step", "3.0 ms", "2.0 ms") in rows
+    assert ("linear layers covered", "-", "8 of 9") in rows
+    assert ("matmul_all_reduce", "-", "6 calls, 24 chunks, 24 collectives") in rows
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("words", [("--link", "none", "--chunks", "auto", "--sequence-parallel"), ()])
 def test_the_demo_ends_well(words):
@@ -165,7 +176,7 @@ def test_the_demo_ends_well(words):
     value = "auto" if words or found["link"] is None else "4"
     assert found["verdicts"][value]["equal"]
     assert found["verdicts"][value]["patched"]
-    assert found["runs"][value]["coverage"] == {"covered": 9, "total": 9, "reasons": {}}
+    assert found["runs"][value]["coverage"].items() >= {"covered": 9, "total": 9, "reasons": {}}.items()
     if words:
         assert found["link"] is None
         assert sum("COC_PARALLEL_NUM=auto: " in line for line in found["runs"]["auto"]["said"]) == 10
