@@ -76,6 +76,11 @@ def test_a_chinese_page_leads_to_chinese_pages(page):
     known = [target for target in targets if target.endswith(".md") and not target.endswith(".zh.md")]
     translated = [name for name in known if (ROOT / page).parent.joinpath(name[:-3] + ".zh.md").exists()]
     assert translated == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_and_its_translation_lead_to_each_other(page):
+    assert f"]({Path(page).name})" in read(english(page))
     assert f"English: [{Path(english(page)).name}]({Path(english(page)).name})" in read(page)
 
 
