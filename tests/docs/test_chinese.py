@@ -47,6 +47,16 @@ def figures(text):
     return set(re.findall(r"\d+(?:[.,]\d+)*", prose(text)))
 
 
+def names(text):
+    """The code inside of sentences: options, functions, files, messages."""
+    return set(re.findall(r"`([^`\n]+)`", prose(text)))
+
+
+def targets(text):
+    """The pages that a text leads to; a Chinese one counts as the English one."""
+    return {target.partition("#")[0].replace(".zh.md", ".md") for target in re.findall(r"\]\(([^)\s]+)\)", text)}
+
+
 def code(line):
     """A line of code without what is translated: a comment, a docstring, a remark in brackets, a name to fill in."""
     return re.sub(r"#.*|\"\"\".*\"\"\"|^[(\uff08].*[)\uff09]$|<[^>]*>", "", line).rstrip()
@@ -58,10 +68,12 @@ def test_the_pages_that_a_newcomer_reads_are_there_in_chinese():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_chinese_page_is_in_step_with_the_english_one(page):
-    """The same headings, tables, lists, pictures, figures, and code but for its comments."""
+    """The same headings, tables, lists, pictures, figures, names, links, and code but for its comments."""
     here, there = read(page), read(english(page))
     assert shape(here) == shape(there)
     assert figures(here) == figures(there)
+    assert names(there) - names(here) == set()
+    assert targets(here) == targets(there)
     ours, theirs = (
         [list(filter(None, map(code, block.splitlines()))) for block in blocks(text)] for text in (here, there)
     )
@@ -70,10 +82,25 @@ def test_a_chinese_page_is_in_step_with_the_english_one(page):
         assert blocks(here) == blocks(there)
 
 
+@pytest.mark.parametrize(
+    ("of", "text", "drifted"),
+    [
+        (shape, "# A\n\n| a |\n|---|\n| b |\n", "# A\n\n| a |\n|---|\n"),
+        (shape, "# A\n\n- b\n- c\n", "# A\n\n- b\n"),
+        (shape, "# A\n\n## B\n", "# A\n"),
+        (figures, "1.19 of 2 ranks", "1.2 of 2 ranks"),
+        (names, "set `COC_TUNE`", "set a variable"),
+        (targets, "see [b](b.md#c)", "see b"),
+    ],
+)
+def test_a_drift_is_seen(of, text, drifted):
+    assert of(text) != of(drifted)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_chinese_page_leads_to_chinese_pages(page):
-    targets = [target.partition("#")[0] for target in re.findall(r"(?<!English: )\[[^]]*\]\(([^)\s]+)\)", read(page))]
-    known = [target for target in targets if target.endswith(".md") and not target.endswith(".zh.md")]
+    links = re.findall(r"(?<!English: )\[[^]]*\]\(([^)\s]+)\)", read(page))
+    known = [name for name in (link.partition("#")[0] for link in links) if re.search(r"(?<!\.zh)\.md$", name)]
     translated = [name for name in known if (ROOT / page).parent.joinpath(name[:-3] + ".zh.md").exists()]
     assert translated == []
 
