@@ -67,17 +67,19 @@ class RowBlocks:
         if not self.divides(x):
             return run_block(x, parameters)
         trained = {name: each for name, each in parameters.items() if each.requires_grad and torch.is_grad_enabled()}
-        copies = iter(_Copies.apply(self, *trained.values()) if trained else ())
+        copies = iter(_Copies.apply(self, *trained.values()) if trained else ())  # type: ignore[no-untyped-call]
         blocks = [run_block(block, {**parameters, **{name: next(copies) for name in trained}}) for block in self.cut(x)]
         return torch.cat(blocks, self.dim).view(x.shape)
 
     def expand(self, bias: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the bias [N] of the rows y [..., N], in y's shape."""
-        expanded: torch.Tensor = _Expanded.apply(self, bias, y.shape) if self.divides(y) else bias
+        if not self.divides(y):
+            return bias
+        expanded: torch.Tensor = _Expanded.apply(self, bias, y.shape)  # type: ignore[no-untyped-call]
         return expanded
 
     def gradient(self, blocks: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of the blocks' gradients, of all ranks, in `dtype`. Raises `CollectiveError` if a rank fails."""
+        """Return the sum of the blocks' gradients, of all ranks; raises `CollectiveError` if a rank fails."""
         total = sum_of_blocks(blocks, self.group)
         if self.summed_later and self.group is not None and self.group.rank():
             total.zero_()

@@ -111,8 +111,8 @@ def refuse_what_depends_on_the_degree(layer: Any, ranks: int, version: tuple[int
         raise DegreeError(f"COC_DETERMINISTIC=tp: {groups} query groups cannot be shared by {ranks} ranks")
     if config.sequence_parallel and getattr(config, "hidden_dropout", 0) and torch.is_grad_enabled():
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: config hidden_dropout={config.hidden_dropout} with sequence_parallel=True: each rank "
-            "draws masks for its own rows: set it to 0, or train without sequence parallelism"
+            f"COC_DETERMINISTIC=tp: config hidden_dropout={config.hidden_dropout} with sequence_parallel=True: each "
+            "rank draws masks for its own rows: set it to 0, or train without sequence parallelism"
         )
 
 
@@ -267,7 +267,7 @@ def _attention(original: Function) -> Function:
 
 
 def _block(original: Function) -> Function:
-    """Make the method that replaces ``TransformerBlock.forward``: it sees to it that all norms run in blocks of rows."""
+    """Make the method that replaces ``TransformerBlock.forward``: all its norms run in blocks of rows."""
     seen: WeakSet[Any] = WeakSet()
 
     @functools.wraps(original)

@@ -36,6 +36,7 @@ MODELS = {
     "Qwen2": GROUPED,
     "Mistral": GROUPED,
     "GPTNeoX": {},
+    "Glm": {},
 }
 
 
