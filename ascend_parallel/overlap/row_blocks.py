@@ -1,9 +1,10 @@
 """Parameters that act on rows which ranks share, for COC_DETERMINISTIC=tp: of norms, and biases of row layers.
 
-Under sequence parallelism every rank has some rows, and the gradient of such a parameter is a sum over all of them.
-The rows of all ranks are cut into `BLOCKS` blocks, whatever the number of ranks. Each block has a gradient of its own,
-and the blocks' gradients are summed in the tree of ops/blocks.py, in fp32 for 16 bits, and rounded once. A rank that
-has all rows, because there is one or without sequence parallelism, adds the whole tree by itself: the same bits.
+Under sequence parallelism every rank has some rows, and the gradient of such a parameter is a sum over all of them. A
+norm of queries or keys acts on the heads of a rank; its rows are those of all heads. The rows of all ranks are cut
+into `BLOCKS` blocks, whatever the number of ranks. Each block has a gradient of its own, and the blocks' gradients are
+summed in the tree of ops/blocks.py, in fp32 for 16 bits, and rounded once. A rank that has all rows, because there is
+one or without sequence parallelism, adds the whole tree by itself: the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class RowBlocks:
     group
         The ranks that share the rows; None: this rank has them all.
     dim
-        The dimension that ranks share: 0 of [S / R, ...], whose rows are all leading dimensions, or 1 of [B, S / R, N].
+        The dimension that ranks share: 0 of [S / R, ..., N], whose rows are all leading dimensions, 1 of
+        [B, S / R, N], or -2 of [..., heads / R, N].
     summed_later
         Whether the framework adds the gradients of all ranks: then the first rank returns the sum, the others zeros.
     """
@@ -52,13 +54,13 @@ class RowBlocks:
         rows = x.shape[:-1].numel() if self.dim == 0 else x.shape[self.dim]
         if self.group is not None and rows % self.count:
             raise DegreeError(
-                f"COC_DETERMINISTIC=tp: sequence parallelism: {rows * self.group.size()} rows, which ranks share, are "
-                f"not a multiple of {BLOCKS}"
+                f"COC_DETERMINISTIC=tp: {rows * self.group.size()} {'heads' if self.dim == -2 else 'rows'} of a norm "
+                f"or a bias, which ranks share, are not a multiple of {BLOCKS}"
             )
         return rows > 0 and rows % self.count == 0
 
     def cut(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the contiguous blocks of x [..., N]: [m, N] along dimension 0, or [B, s, N] along dimension 1."""
+        """Return the contiguous blocks of x [..., N]: [m, N] along dimension 0, otherwise with the dimensions of x."""
         rows = x.reshape(-1, x.shape[-1]) if self.dim == 0 else x
         return [block.contiguous() for block in rows.chunk(self.count, self.dim)]
 

@@ -6,6 +6,7 @@ vocabulary-parallel embedding   exact: one rank has a row, the others zeros
 cross-entropy                   the sum of exponentials, in blocks of the vocabulary and the tree
 gradient norm                   the sums of squares, in the blocks of each weight
 norms, row-parallel biases      their gradients, in blocks of rows and the tree, with and without sequence parallelism
+norms of queries and keys       their gradients, in blocks of heads and the tree
 attention dropout               no sum: the mask of all heads is drawn on every rank, which takes its own heads
 
 What has no such form is refused at the first call of a layer (`refuse_what_depends_on_the_degree`).
@@ -38,13 +39,13 @@ STRIDE_IS_KNOWN = (0, 16)
 REFUSED = {
     "num_moe_experts": "experts and their router",
     "mtp_num_layers": "the layers of multi-token prediction",
-    "qk_layernorm": "the norms of queries and keys, whose gradients are summed over the ranks' heads",
     "defer_embedding_wgrad_compute": "a deferred weight gradient of the output layer",
     "use_kitchen": "Kitchen's layers",
     "cross_entropy_loss_fusion": "the fused cross-entropy",
 }
 
-
+# The norms of a rank's heads [s, b, heads / R, head_dim]. Megatron sums the gradients of all ranks.
+HEAD_NORMS = ("q_layernorm", "k_layernorm")
 # Classes of Megatron-core whose layers' weights are packed as `parts_of` says.
 KNOWN_PARENTS = ("SelfAttention", "MLP", "GPTModel")
 
@@ -273,20 +274,22 @@ def _block(original: Function) -> Function:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in seen:
-            for module in self.modules():
+            for path, module in self.named_modules():
                 if _is_norm(module):
-                    install_norm(module, _norm)
+                    of_heads = path.rpartition(".")[2] in HEAD_NORMS
+                    install_norm(module, functools.partial(norm, of_heads))
             seen.add(self)
         return original(self, *args, **kwargs)
 
-    def _norm(module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def norm(of_heads: bool, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_force = any(vars(kind).get("forward") is forward for kind in _transformer_block().__mro__)
         x = args[0] if len(args) == 1 and not kwargs else None
         if not in_force or not isinstance(x, torch.Tensor):
             return own(*args, **kwargs)
         parameters = dict(module.named_parameters(recurse=False))
-        shared = any(getattr(each, "sequence_parallel", False) for each in parameters.values())
-        return run_norm(module, own, x, parameters, RowBlocks(group=_group() if shared else None, summed_later=True))
+        shared = of_heads or any(getattr(each, "sequence_parallel", False) for each in parameters.values())
+        blocks = RowBlocks(group=_group() if shared else None, dim=-2 if of_heads else 0, summed_later=True)
+        return run_norm(module, own, x, parameters, blocks)
 
     return forward
 

@@ -127,8 +127,10 @@ def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        pytest.param({**GPT, "hidden_dropout": 0.0}, torch.float32, id="swiglu", marks=pytest.mark.slow),
-        pytest.param({**BIASES, "recompute": True}, torch.bfloat16, id="biases, recompute, bf16"),
+        pytest.param({**GPT, "hidden_dropout": 0.0, "qk_layernorm": True}, torch.float32, id="swiglu, query norms"),
+        pytest.param(
+            {**BIASES, "recompute": True}, torch.bfloat16, id="biases, recompute, bf16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_sequence_parallelism_changes_nothing(ranks, options, dtype):
@@ -184,9 +186,16 @@ def refused(group, options, settings):
 
 REFUSALS = {
     "dropout of rows": ({"sequence_parallel": True, "hidden_dropout": 0.1}, "hidden_dropout=0.1"),
-    "rows": ({"sequence_parallel": True, "seq": 6, "heads": 8}, "rows, which ranks share, are not a multiple of 8"),
+    "rows": (
+        {"sequence_parallel": True, "seq": 6, "heads": 8},
+        "12 rows of a norm or a bias, which ranks share, are not a multiple of 8",
+    ),
     "features": ({"hidden": 68, "heads": 4}, "decoder.layers.0.self_attention.linear_qkv (ColumnParallelLinear): 102"),
-    "norms of queries": ({"qk_layernorm": True}, "qk_layernorm=True"),
+    "fused loss": ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion=True"),
+    "heads": (
+        {"hidden": 128, "heads": 8, "num_query_groups": 4, "qk_layernorm": True},
+        "4 heads of a norm or a bias, which ranks share, are not a multiple of 8",
+    ),
 }
 
 
