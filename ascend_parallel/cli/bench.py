@@ -19,6 +19,7 @@ from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
@@ -55,6 +56,11 @@ LinkOption = Annotated[
 ]
 
 
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda or npu; default: what has a device for each process, otherwise the CPU.")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
     """The layers to time and the conditions."""
@@ -66,6 +72,7 @@ class BenchRequest:
     fused: bool
     rounds: int
     link: str | None
+    device: str
     title: str
 
     @property
@@ -87,6 +94,7 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     deterministic: Annotated[
         str | None,
         typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
@@ -123,7 +131,7 @@ def bench(
     """
     if moe is not None:
         with errors("bench", LinkError):
-            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, as_json)
+            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, device, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
@@ -131,7 +139,7 @@ def bench(
         if plot_file is not None:
             needs_folder("--plot", plot_file)
         request = _request(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
         measured = _measure(request, as_json, orders)
@@ -154,10 +162,13 @@ def _bench_experts(
     chunks: str,
     rounds: int,
     link: str | None,
+    device: str | None,
     as_json: bool,
 ) -> None:
     if model is not None or shapes:
         raise PlanningError("give one of --model, --shape and --moe")
+    if requested_device(device, tp, link) != CPU and device is not None:
+        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
     lookup("--dtype", dtype, DTYPES)
     case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
     groups = [count for count in _counts(chunks) if count <= case.experts // tp]
@@ -193,6 +204,7 @@ def tune(
     chunks: ChunksOption = "2,3,4,6,8,12",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
     ] = None,
@@ -210,7 +222,7 @@ def tune(
     """
     with errors("tune", LinkError):
         request = _request(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         if out is None and link is not None:
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
@@ -244,10 +256,11 @@ def _request(
     chunks: str,
     rounds: int,
     link: str | None,
+    device: str | None,
 ) -> BenchRequest:
     if (model is None) == (not shapes):
         raise PlanningError("give either --model or --shape")
-    chosen = lookup("--dtype", dtype, DTYPES)
+    chosen, place = lookup("--dtype", dtype, DTYPES), requested_device(device, tp, link)
     if model is not None:
         wide = find_model(model)
         batch = Batch(
@@ -256,7 +269,7 @@ def _request(
             tp=tp,
             sequence_parallel=sequence_parallel,
             dtype=chosen,
-            device="cpu",
+            device=place,
         )
         names, cases = model_cases(scaled(wide, scale), batch)
         title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
@@ -273,8 +286,18 @@ def _request(
         fused=True,
         rounds=rounds,
         link=link,
+        device=place,
         title=f"{title}, {dtype}",
     )
+
+
+def requested_device(requested: str | None, ranks: int, link: str | None) -> str:
+    """Return the type of device to measure on; raises `PlanningError` if this machine has too few of a request."""
+    found = CPU if link is not None else device_for(ranks)
+    if requested is None or lookup("--device", requested, {kind: kind for kind in BACKENDS}) in (found, CPU):
+        return requested or found
+    why = "--link is a link between CPUs" if link is not None else f"not one of them for each of {ranks} ranks is here"
+    raise PlanningError(f"--device {requested}: {why}")
 
 
 def _counts(chunks: str) -> list[int]:
@@ -293,6 +316,7 @@ def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] 
             request.ranks,
             limit=request.limit,
             link=request.link,
+            device=request.device,
             on_progress=lambda line: status.update(line.replace("[", r"\[")),
             cases=request.cases,
             chunks=request.chunks,
@@ -304,9 +328,11 @@ def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] 
 
 
 def _conditions(request: BenchRequest, measured: dict[str, Any]) -> str:
-    over = f"a link of {request.link}" if request.link else "loopback"
+    over = f"of one thread over a link of {request.link}" if request.link else "of one thread over loopback"
+    if request.device != CPU:
+        over = f"on devices of type {request.device}"
     return (
-        f"{request.title}; {request.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
+        f"{request.title}; {request.ranks} ranks {over}; torch {measured['torch']}; "
         f"medians of {request.rounds} rounds, ms"
     )
 
