@@ -17,6 +17,7 @@ from ascend_parallel.cli.explain import explain
 from ascend_parallel.cli.plan_training import plan_training
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
+from ascend_parallel.cli.report.command import report
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.diagnostics.doctor import BAD, examine_request
 from ascend_parallel.overlap.choices import overlap_in_words
@@ -34,6 +35,7 @@ app.command()(explain)
 app.command(help=EXAMPLES)(predict)
 app.command()(bench)
 app.command()(tune)
+app.command()(report)
 app.command()(timeline)
 app.command()(propagate)
 app.command()(strategy)

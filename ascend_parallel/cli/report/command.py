@@ -1,0 +1,119 @@
+"""``ascend-parallel report``: run the sections one after the other, and write the two files."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ascend_parallel
+from ascend_parallel.cli.bench import requested_device
+from ascend_parallel.cli.output import errors, needs_folder, progress_console
+from ascend_parallel.cli.report.page import markdown
+from ascend_parallel.cli.report.redaction import Redaction, of_this_machine
+from ascend_parallel.cli.report.sections import SECTIONS, Request
+from ascend_parallel.text import whole
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.launch.devices import CPU, device_for
+
+SCHEMA = 1
+NAME = "ascend_parallel_report"
+MOST_RANKS = 16
+LAST_LINES = 3  # of a rank of a section that failed
+
+
+def report(
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, max=MOST_RANKS, help="Processes to start; default: torchrun's, or one for each device."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: what has enough devices.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute: every section, at sizes of a test.")] = False,
+    only: Annotated[str | None, typer.Option(help="Sections with commas: " + ",".join(SECTIONS))] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON too, for scripts.")] = False,
+) -> None:
+    """Measure this machine for ten minutes, and write a report to paste into an issue: Markdown and JSON.
+
+    Versions, links, the operators against float64 and in bits, layers with every kernel and chunk count beside their
+    prediction, and steps of a small model. The files have no paths, host names, user names or addresses. Sections run
+    in processes of their own, with a time limit; the report has the error of a section that fails.
+
+    Examples:
+
+      ascend-parallel report --ranks 2 --quick
+
+      torchrun --nproc-per-node 8 -m ascend_parallel report
+    """
+    with errors("report"):
+        needs_folder("--out", out)
+        request = _request(ranks, device, quick)
+        names = list(SECTIONS) if only is None else [lookup("--only", name, _NAMES) for name in only.split(",")]
+        if os.environ.get("RANK", "0") != "0":
+            return  # rank 0 starts ranks of its own for each section
+        out.mkdir(exist_ok=True)
+        found = _run(request, names, of_this_machine(), as_json)
+        (out / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (out / f"{NAME}.md").write_text(markdown(found), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        typer.echo(f"{out / NAME}.md and .json: paste them into an issue of the kind 'A report'")
+
+
+_NAMES = {name: name for name in SECTIONS}
+
+
+def _request(ranks: int | None, device: str | None, quick: bool) -> Request:
+    started = {name: whole(os.environ.get(name, "1")) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if started["WORLD_SIZE"] != started["LOCAL_WORLD_SIZE"]:
+        raise PlanningError(
+            f"torchrun has {started['WORLD_SIZE']} ranks, and {started['LOCAL_WORLD_SIZE']} here: report measures one "
+            "machine, give torchrun one node"
+        )
+    count = ranks or (started["WORLD_SIZE"] if started["WORLD_SIZE"] > 1 else _devices())
+    if count > MOST_RANKS:
+        raise PlanningError(f"{count} ranks: report takes 2 to {MOST_RANKS}; give --ranks")
+    return Request(ranks=count, device=requested_device(device, count, None), quick=quick)
+
+
+def _devices() -> int:
+    """Return a rank for each device of this machine, or 2."""
+    return next((count for count in (16, 8, 4) if device_for(count) != CPU), 2)
+
+
+def _shortened(error: str) -> str:
+    """Return an error with the last lines of what each rank printed, instead of whole tracebacks."""
+    first, *ranks = error.split("\n---- ")
+    return "\n".join([first, *(f"---- {_ends(text.splitlines())}" for text in ranks)])
+
+
+def _ends(lines: list[str]) -> str:
+    return "\n".join([lines[0], *lines[1:][-LAST_LINES:]])
+
+
+def _run(request: Request, names: list[str], redaction: Redaction, quiet: bool) -> dict[str, Any]:
+    """Run the sections and return the report, without names; a line on stderr before and after each section."""
+    console, sections = progress_console(quiet), {}
+    for place, name in enumerate(names, 1):
+        section = SECTIONS[name]
+        console.print(f"{place}/{len(names)} {name}: {section.limit:.0f} s at most", highlight=False)
+        results = section.run(request)
+        if "error" in results:
+            results["error"] = redaction.error(_shortened(results["error"]))
+        state = "failed, see the report" if "error" in results else results.get("skipped", "done")
+        console.print(f"{place}/{len(names)} {name}: {state}, {results['seconds']:.0f} s", highlight=False)
+        sections[name] = redaction.everywhere(results)
+    return {
+        "schema": SCHEMA,
+        "version": ascend_parallel.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "ranks": request.ranks,
+        "device": request.device,
+        "quick": request.quick,
+        "sections": sections,
+    }
