@@ -6,19 +6,21 @@ import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import ascend_parallel
-from ascend_parallel.cli.bench import requested_device
+from ascend_parallel.cli.options import DeviceOption
 from ascend_parallel.cli.output import errors, needs_folder, progress_console
+from ascend_parallel.cli.report import NAMES
 from ascend_parallel.cli.report.page import markdown
 from ascend_parallel.cli.report.redaction import Redaction, of_this_machine
-from ascend_parallel.cli.report.sections import SECTIONS, Request
 from ascend_parallel.text import whole
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.devices import CPU, device_for
+from ascend_parallel.version import __version__
+
+if TYPE_CHECKING:
+    from ascend_parallel.cli.report.sections import Request
 
 SCHEMA = 1
 NAME = "ascend_parallel_report"
@@ -31,9 +33,9 @@ def report(
         int | None,
         typer.Option(min=2, max=MOST_RANKS, help="Processes to start; default: torchrun's, or one for each device."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: what has enough devices.")] = None,
+    device: DeviceOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Half a minute: every section, at sizes of a test.")] = False,
-    only: Annotated[str | None, typer.Option(help="Sections with commas: " + ",".join(SECTIONS))] = None,
+    only: Annotated[str | None, typer.Option(help="Sections with commas: " + ",".join(NAMES))] = None,
     out: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON too, for scripts.")] = False,
 ) -> None:
@@ -52,7 +54,8 @@ def report(
     with errors("report"):
         needs_folder("--out", out)
         request = _request(ranks, device, quick)
-        names = list(SECTIONS) if only is None else [lookup("--only", name, _NAMES) for name in only.split(",")]
+        known = {name: name for name in NAMES}
+        names = list(NAMES) if only is None else [lookup("--only", name, known) for name in only.split(",")]
         if os.environ.get("RANK", "0") != "0":
             return  # rank 0 starts ranks of its own for each section
         out.mkdir(exist_ok=True)
@@ -65,17 +68,18 @@ def report(
         typer.echo(f"{out / NAME}.md and .json: paste them into an issue of the kind 'A report'")
 
 
-_NAMES = {name: name for name in SECTIONS}
-
-
 def _request(ranks: int | None, device: str | None, quick: bool) -> Request:
-    started = {name: whole(os.environ.get(name, "1")) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    if started["WORLD_SIZE"] != started["LOCAL_WORLD_SIZE"]:
+    from ascend_parallel.cli.bench_request import requested_device
+    from ascend_parallel.cli.report.sections import Request
+
+    started = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE", started)
+    if started != here:
         raise PlanningError(
-            f"torchrun has {started['WORLD_SIZE']} ranks, and {started['LOCAL_WORLD_SIZE']} here: report measures one "
-            "machine, give torchrun one node"
+            f"torchrun has {started} ranks, and {here} here: report measures one machine, give torchrun one node"
         )
-    count = ranks or (started["WORLD_SIZE"] if started["WORLD_SIZE"] > 1 else _devices())
+    torchrun = whole(started) or 1
+    count = ranks or (torchrun if torchrun > 1 else _devices())
     if count > MOST_RANKS:
         raise PlanningError(f"{count} ranks: report takes 2 to {MOST_RANKS}; give --ranks")
     return Request(ranks=count, device=requested_device(device, count, None), quick=quick)
@@ -83,6 +87,8 @@ def _request(ranks: int | None, device: str | None, quick: bool) -> Request:
 
 def _devices() -> int:
     """Return a rank for each device of this machine, or 2."""
+    from ascend_parallel.tuning.launch.devices import CPU, device_for
+
     return next((count for count in (16, 8, 4) if device_for(count) != CPU), 2)
 
 
@@ -98,6 +104,8 @@ def _ends(lines: list[str]) -> str:
 
 def _run(request: Request, names: list[str], redaction: Redaction, quiet: bool) -> dict[str, Any]:
     """Run the sections and return the report, without names; a line on stderr before and after each section."""
+    from ascend_parallel.cli.report.sections import SECTIONS
+
     console, sections = progress_console(quiet), {}
     for place, name in enumerate(names, 1):
         section = SECTIONS[name]
@@ -110,7 +118,7 @@ def _run(request: Request, names: list[str], redaction: Redaction, quiet: bool) 
         sections[name] = redaction.everywhere(results)
     return {
         "schema": SCHEMA,
-        "version": ascend_parallel.__version__,
+        "version": __version__,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "ranks": request.ranks,
         "device": request.device,

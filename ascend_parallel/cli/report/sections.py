@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-import ascend_parallel
 from ascend_parallel.diagnostics.doctor import examine
 from ascend_parallel.ops.problem import ALL_GATHER
 from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.patch_control import CONTROL
 from ascend_parallel.tuning.bench.results import rows_of
 from ascend_parallel.tuning.bench.shapes import shape_cases
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -132,7 +132,7 @@ class Section:
 
 def versions(request: Request, limit: float) -> dict[str, Any]:
     """Return what doctor finds of versions, devices and kernels, and the commit of a checkout."""
-    findings = examine(ascend_parallel._control).findings
+    findings = examine(CONTROL).findings
     parts = {name: {} for name in ("versions", "devices", "kernels")}
     for finding in findings:
         if finding.section in parts and finding.name != SHARED_MEMORY:
