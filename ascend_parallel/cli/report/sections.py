@@ -133,7 +133,7 @@ class Section:
 def versions(request: Request, limit: float) -> dict[str, Any]:
     """Return what doctor finds of versions, devices and kernels, and the commit of a checkout."""
     findings = examine(CONTROL).findings
-    parts = {name: {} for name in ("versions", "devices", "kernels")}
+    parts: dict[str, dict[str, str]] = {name: {} for name in ("versions", "devices", "kernels")}
     for finding in findings:
         if finding.section in parts and finding.name != SHARED_MEMORY:
             parts[finding.section][finding.name] = finding.found
