@@ -131,8 +131,9 @@ def requested_device(requested: str | None, ranks: int, link: str | None) -> str
     found = CPU if link is not None else device_for(ranks)
     if requested is None or lookup("--device", requested, {kind: kind for kind in BACKENDS}) in (found, CPU):
         return requested or found
-    why = "--link is a link between CPUs" if link is not None else f"not one of them for each of {ranks} ranks is here"
-    raise PlanningError(f"--device {requested}: {why}")
+    if link is not None:
+        raise PlanningError(f"--device {requested}: --link is a link between CPUs")
+    raise PlanningError(f"--device {requested}: not one of them for each of {ranks} ranks is here")
 
 
 def chunk_counts(chunks: str) -> list[int]:
