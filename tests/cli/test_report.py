@@ -80,7 +80,7 @@ def test_every_section_at_small_sizes(ranks, tmp_path):
     else:
         report, page, _ = launched(tmp_path)
         step = report["sections"]["step"]
-        assert set(step["losses"]) == set(step["seconds"]) == {"plain", "2 chunks"}
+        assert set(step["losses"]) == set(step["times"]) == {"plain", "2 chunks"}
         assert step["losses"]["2 chunks"] == pytest.approx(step["losses"]["plain"], rel=1e-5)
         assert step["counts"]["matmul_all_reduce"]["chunks"] > step["counts"]["matmul_all_reduce"]["calls"]
         assert set(report["sections"]) == set(SECTIONS) and "failed" not in page

@@ -60,8 +60,8 @@ def report(
             return  # rank 0 starts ranks of its own for each section
         out.mkdir(exist_ok=True)
         found = _run(request, names, of_this_machine(), as_json)
-        (out / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        (out / f"{NAME}.md").write_text(markdown(found), encoding="utf-8")
+        for suffix, text in (("json", json.dumps(found, indent=1) + "\n"), ("md", markdown(found))):
+            (out / f"{NAME}.{suffix}").write_text(text, encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

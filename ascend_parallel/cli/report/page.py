@@ -135,9 +135,9 @@ def _step(section: Values) -> Iterator[str]:
         f"{model['hidden']}, {model['tokens']} tokens; forward, backward and AdamW, in turn:"
     )
     yield ""
-    plain = section["seconds"]["plain"]
+    plain = section["times"]["plain"]
     rows = []
-    for name, times in section["seconds"].items():
+    for name, times in section["times"].items():
         ratio = median(theirs / ours for theirs, ours in zip(plain, times, strict=True))
         losses = section["losses"][name]
         apart = max(abs(own - theirs) for own, theirs in zip(losses, section["losses"]["plain"], strict=True))

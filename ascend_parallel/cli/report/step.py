@@ -56,7 +56,7 @@ def measure(
     report("steps in turn")
     step = _step(model, ids)
     runs = {name: partial(_timed, clock, step, count) for name, count in variants.items()}
-    return {"losses": losses, "seconds": clock.rounds(runs, rounds), "counts": _chunked_calls(step, chunks[0])}
+    return {"losses": losses, "times": clock.rounds(runs, rounds), "counts": _chunked_calls(step, chunks[0])}
 
 
 def _save(folder: Path, hidden: int, layers: int) -> None:
