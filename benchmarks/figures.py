@@ -30,10 +30,43 @@ from ascend_parallel.tuning.bench.results import interval
 from ascend_parallel.tuning.measured.chunk_plan import this_machine
 
 DATA = FOLDER / "data" / "figures.json"
-README = FOLDER.parent / "README.md"
 PLAIN, LAYERS, REGION = "plain", "4", "4 region"
 HEADLINE = "gpt-768, sequence parallel"  # the row of the README's first number
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words around the figures in one language. labels: of rows; a row without one has the English label."""
+
+    headline: str
+    heads: tuple[str, ...]
+    place: str
+    labels: dict[str, str]
+
+
+PAGES = {
+    "README.md": Words(
+        headline=(
+            "**{gain:.2f} times as fast** is a whole training step of a Megatron-core GPT with sequence parallelism: "
+            "{ms} ms in place of {plain}, in 4 chunks, on two CPU\nranks with a link of 1 Gbit/s "
+            "([all figures](#measured)). All tests run on CPUs with gloo; nothing has been run on an NPU yet."
+        ),
+        heads=("", "plain", "overlapped", "95 %", "with `COC_REGION=1`", "95 %", "measured"),
+        place="{letter}: {machine}; {date}, commit {commit}.",
+        labels={},
+    ),
+    "README.zh.md": Words(
+        headline=(
+            "**快到 {gain:.2f} 倍**：开启序列并行的 Megatron-core GPT，一个完整的训练 step 从 {plain} ms 降到 {ms} ms，"
+            "切成 4 份，两个 CPU rank 之间是 1 Gbit/s 的链路\n"
+            "（[全部数字](#实测)）。所有测试都在 CPU 上用 gloo 运行，尚未在 NPU 上运行过。"
+        ),
+        heads=("", "原样", "掩盖", "95 %", "`COC_REGION=1`", "95 %", "测量"),
+        place="{letter}：{machine}；{date}，提交 {commit}。",
+        labels={"with sequence parallelism": "开启序列并行"},
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +112,9 @@ def main() -> None:
             print(f"{name}: not measured here, its rows keep their date", file=sys.stderr)
         stored |= {f"{name}, {result}": row for result, row in measured.items()}
         DATA.write_text(json.dumps(stored, indent=1) + "\n")
-    README.write_text(with_figures(README.read_text(encoding="utf-8"), stored), encoding="utf-8")
+    for page in PAGES:
+        path = FOLDER.parent / page
+        path.write_text(with_figures(page, path.read_text(encoding="utf-8"), stored), encoding="utf-8")
 
 
 def measure(benchmark: Benchmark) -> dict[str, Row]:
@@ -109,43 +144,40 @@ def figures(variants: dict[str, list[float]]) -> Row:
     return row
 
 
-def with_figures(text: str, stored: dict[str, Row]) -> str:
-    """Return the README with the figures of the stored rows between its markers."""
-    for name, figure in (("headline", headline(stored)), ("steps", steps(stored))):
+def with_figures(page: str, text: str, stored: dict[str, Row]) -> str:
+    """Return the text of a page with the figures of the stored rows between its markers."""
+    words = PAGES[page]
+    for name, figure in (("headline", headline(words, stored)), ("steps", steps(words, stored))):
         begin, end = f"<!-- figures: {name} -->\n", f"\n<!-- end of {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"README.md: the figures {name!r} have no place between {begin.strip()} and {end.strip()}")
+            raise ValueError(f"{page}: the figures {name!r} have no place between {begin.strip()} and {end.strip()}")
         before, _, rest = text.partition(begin)
         text = before + begin + figure + end + rest.partition(end)[2]
     return text
 
 
-def headline(stored: dict[str, Row]) -> str:
-    """Return the sentence of the README's first screen."""
+def headline(words: Words, stored: dict[str, Row]) -> str:
+    """Return the sentence of the first screen."""
     row = stored[HEADLINE]
-    ours = row[LAYERS]
-    return (
-        f"**{ours['gain']:.2f} times as fast** is a whole training step of a Megatron-core GPT with sequence "
-        f"parallelism: {ours['ms']} ms in place of {row[PLAIN]['ms']}, in 4 chunks, on two CPU\nranks with a link of "
-        "1 Gbit/s ([all figures](#measured)). All tests run on CPUs with gloo; nothing has been run on an NPU yet."
-    )
+    return words.headline.format(gain=row[LAYERS]["gain"], ms=row[LAYERS]["ms"], plain=row[PLAIN]["ms"])
 
 
-def steps(stored: dict[str, Row]) -> str:
+def steps(words: Words, stored: dict[str, Row]) -> str:
     """Return the table of training steps, and where and when each row was measured."""
-    places: list[str] = []
+    places: dict[tuple[str, str, str], str] = {}
     rows = []
     for name, benchmark in BENCHMARKS.items():
         for result, label in benchmark.rows.items():
             row = stored[f"{name}, {result}"]
-            place = f"{row['machine']}; {row['date']}, commit {row['commit']}"
-            if place not in places:
-                places.append(place)
-            rows.append([label, f"{row[PLAIN]['ms']} ms", *_cells(row, LAYERS), *_cells(row, REGION)])
-            rows[-1].append(chr(ord("a") + places.index(place)))
-    heads = ["", "plain", "overlapped", "95 %", "with `COC_REGION=1`", "95 %", "measured"]
-    lines = [f"{chr(ord('a') + index)}: {place}." for index, place in enumerate(places)]
-    return f"{table(heads, rows)}\n\n" + "\n".join(lines)
+            place = (row["machine"], row["date"], row["commit"])
+            letter = places.setdefault(place, chr(ord("a") + len(places)))
+            cells = [f"{row[PLAIN]['ms']} ms", *_cells(row, LAYERS), *_cells(row, REGION)]
+            rows.append([words.labels.get(label, label), *cells, letter])
+    lines = [
+        words.place.format(letter=letter, machine=machine, date=date, commit=of)
+        for (machine, date, of), letter in places.items()
+    ]
+    return f"{table(words.heads, rows)}\n\n" + "\n".join(lines)
 
 
 def _cells(row: Row, name: str) -> list[str]:
