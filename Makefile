@@ -104,7 +104,7 @@ upstream-megatron: $(VENV)/ready  ## Megatron-core's unit tests on 2 ranks, laye
 
 upstream-deepspeed: $(VENV)/ready  ## DeepSpeed's tests of AutoTP: give DEEPSPEED=<checkout>; make compat-deepspeed installs what they import
 	test -n "$(DEEPSPEED)"
-	PYTHONPATH=.compat/deepspeed:$(PYTHONPATH) $(BIN)/python tests/upstream/deepspeed_autotp.py $(DEEPSPEED) $(ARGS)
+	PYTHONPATH=$(CURDIR)/.compat/deepspeed$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python tests/upstream/deepspeed_autotp.py $(DEEPSPEED) $(ARGS)
 
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)

@@ -158,7 +158,8 @@ def run(suite: Suite, variables: Mapping[str, str]) -> Run:
         counted = Path(folder, "calls")
         counted.mkdir()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("COC_", "USE_COC_"))}
-        path = [str(HERE / "counting"), str(HERE), str(ROOT), str(suite.checkout), environment.get("PYTHONPATH", "")]
+        folders = (HERE / "counting", HERE, ROOT, suite.checkout.resolve())
+        path = [*map(str, folders), environment.get("PYTHONPATH", "")]
         environment |= {**suite.environment, **variables, "COUNTED_CALLS": str(counted)}
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
