@@ -160,7 +160,7 @@ def test_the_models_own_code_runs_with_the_same_gradients(group):
     eager = parallelize(model_and_batch()[0], plan)
     loss = eager(*batch)
     loss.backward()
-    torch.testing.assert_close(loss.full_tensor(), expected, **EXACT)
+    torch.testing.assert_close(loss, expected, **EXACT)
     for name, parameter in eager.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad, **EXACT)
 
@@ -217,7 +217,7 @@ def test_strategies_without_an_exchange_give_the_whole(gated, mesh):
             seen.add(describe(chosen))
     more = " S(1)" if gated else ""
     assert len(mesh) > 1 or f"R* R R* S(1) S(2){more} -> P(sum)" in seen
-    assert len(seen) == 6 ** len(mesh)
+    assert len(seen) == {1: 6, 2: 35}[len(mesh)]  # 6 tokens are not cut twice
 
 
 @pytest.mark.parametrize("activation", sorted(rule.ACTIVATIONS))

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import Layout, Shape, bounds, shard
-from ascend_parallel.sharding.rules.axes import SUM, Axis, arguments, cut
+from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, shard
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
 from ascend_parallel.sharding.rules.local import ExpertRanks, Part
 from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
 
@@ -73,7 +73,8 @@ def mixture_of_experts(
     plan it does not. Raises `ValueError` for shapes that do not fit, and for another activation.
     """
     _check(x, index, weight, up, down, gate, activation)
-    return _operator(x, index, weight, up, down, gate, activation)
+    out: torch.Tensor = _operator(x, index, weight, up, down, gate, activation)
+    return out
 
 
 def _check(
@@ -144,7 +145,8 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> tup
         for tensor, need in zip(ctx.saved_tensors, needs, strict=False)  # type: ignore[attr-defined]
     ]
     with torch.enable_grad():
-        y = _whole(*inputs, ctx.activation)  # type: ignore[arg-type, attr-defined]
+        x, index, weight, up, down, gate = inputs
+        y = _whole(x, index, weight, up, down, gate, ctx.activation)  # type: ignore[arg-type, attr-defined]
         wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, dy))
     return (*(next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs), None)
@@ -212,7 +214,7 @@ class _RunGroup:
         counts = group.received
         order = None if len(counts) == 1 else _by_expert(counts, rows.device)
         sizes = [sum(of_source) for of_source in zip(*counts, strict=True)]
-        parts = (rows if order is None else rows[order]).split(sizes)
+        parts = torch.split_with_sizes(rows if order is None else rows[order], sizes)
         activate = ACTIVATIONS[self.activation]
         outputs = [
             _expert(part, *of_expert, activate=activate) for part, *of_expert in zip(parts, *weights, strict=True)
