@@ -155,13 +155,16 @@ def matmul(x_m: torch.Tensor, w: torch.Tensor, *, row_tile: int, features: Block
     return y_m
 
 
-def sum_of_blocks(blocks: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+def sum_of_blocks(blocks: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the sum over the blocks of all ranks, in the tree, on every rank: `blocks`, of this rank in order.
 
-    Each rank sends its own sum to all others, so blocks should be small. Raises `CollectiveError` if a rank fails.
+    Each rank sends its own sum to all others, so blocks should be small. With group=None this rank has all blocks.
+    Raises `CollectiveError` if a rank fails.
     """
     own, total = torch.empty_like(blocks[0]), torch.empty_like(blocks[0])
     sum_in_tree([block.clone() for block in blocks], own)
+    if group is None:
+        return own
     parts = own.new_empty(group.size(), *own.shape)
     with Pending(parts, "sum of blocks", group) as pending:
         pending.launch(dist.all_gather, list(parts.unbind()), own, group=group, async_op=True)

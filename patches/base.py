@@ -35,7 +35,7 @@ class Patch:
     replacement
         Returns the new method, given the original method.
     parameters
-        Names of the original's parameters; the replacement was written for these.
+        Names of the original's parameters; the replacement was written for these. None: it hands all arguments on.
     reason
         What the replacement does, for `PatchSet.status`.
     """
@@ -44,7 +44,7 @@ class Patch:
     owner: str
     method: str
     replacement: Callable[[Function], Function]
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] | None
     reason: str
 
     @property
@@ -85,7 +85,7 @@ class Patch:
                 "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
             )
         parameters = tuple(inspect.signature(method).parameters)
-        if parameters != self.parameters:
+        if self.parameters is not None and parameters != self.parameters:
             expected = f"expected the parameters {', '.join(self.parameters)}"
             raise PatchError(f"{self.target}: {expected}, found {', '.join(parameters)}")
 

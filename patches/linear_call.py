@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.overlap.choices import cast_by_autocast, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
 from ascend_parallel.patches.check import CheckedCall, LinearOperators, linear_operands, linear_path
@@ -74,11 +74,6 @@ class LinearCall:
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
-    if framework.settings.at_every_degree and call.sequence_dim is not None and torch.is_grad_enabled():
-        raise DegreeError(
-            "COC_DETERMINISTIC=tp: sequence parallelism: the gradients of norms are summed over the ranks' rows, which "
-            "has no tree; train without it"
-        )
     if (verifier := framework.verifier) is not None:
         y: torch.Tensor = framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
     elif framework.region_choice.undecided:
@@ -166,7 +161,10 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         y = column_linear(x, call.weight, call.bias, forward_wrapper=wrapper, **options)
     else:
         y = row_linear(x, call.weight, **options)
-        y = y if call.bias is None else y + call.bias
+        bias = call.bias
+        if bias is not None and call.sequence_dim is not None and settings.at_every_degree:
+            bias = RowBlocks(group=group).expand(bias, y)
+        y = y if bias is None else y + bias
     y = swapped(y) if call.sequence_dim == 1 else y
     return y if call.finish is None else call.finish(y)
 

@@ -105,7 +105,7 @@ def _words(index: int, one: Tensor, other: Tensor, first: int, degree: int) -> s
             f"{other.layer} at degree {degree}"
         )
     blocks = [block for block in one.digests if one.digests[block] != other.digests.get(block)]
-    where = "" if blocks == ["whole"] else f" block {', '.join(blocks)} of {len(one.digests)},"
+    where = "" if len(blocks) == len(one.digests) else f" block {', '.join(blocks)} of {len(one.digests)},"
     return (
         f"tensor {index + 1}, the {one.name} of {one.layer},{where} differs first: {one.digests[blocks[0]]} at degree "
         f"{first}, {other.digests.get(blocks[0], 'nothing')} at degree {degree}"

@@ -48,11 +48,14 @@ def write_digests(
     layer: str,
     name: str,
     tensor: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     dim: int | None,
-    parts: tuple[int, ...],
+    parts: tuple[int, ...] = (),
 ) -> None:
-    """Write the digests of `tensor`, whose dimension `dim` the ranks of `group` share (None: all ranks have it whole).
+    """Write the digests of the blocks of `tensor` along dimension `dim`; with None, one digest of the whole.
+
+    group
+        The ranks that share the dimension; None: each has it whole.
 
     layer, name
         The layer and the tensor in words.
@@ -65,10 +68,10 @@ def write_digests(
     else:
         rows = tensor.movedim(dim, -1)
         rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.view(1, -1)
-        features = BlockedFeatures(parts or (rows.shape[1],), BLOCKS // group.size())
+        features = BlockedFeatures(parts or (rows.shape[1],), BLOCKS if group is None else BLOCKS // group.size())
         if features.refusal:
             raise ValueError(f"COC_DIGESTS: {layer}, {name}: {features.refusal}")
-        first = group.rank() * features.count
+        first = 0 if group is None else group.rank() * features.count
         digests = {str(first + index): digest(features.columns(rows, index)) for index in range(features.count)}
     FILES.write(folder, {"layer": layer, "tensor": name}, digests)
 

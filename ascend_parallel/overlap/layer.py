@@ -66,13 +66,19 @@ class ParallelLinear:
     def write_digest(self, kind: str, name: str, tensor: torch.Tensor | None, dim: int | None) -> None:
         """Write the digest of a tensor of a "column" or "row" layer, whose dimension `dim` ranks share, if asked to.
 
-        With dim=None every rank has the tensor whole, or with sequence parallelism its rows.
+        With dim=None every rank has the tensor whole, or with sequence parallelism its rows: blocks are of rows.
         """
         if self.settings.digests is None or tensor is None:
             return
-        by_rows = dim is None and self.sequence_parallel
-        parts = () if dim is None else self.parts
-        write_digests(self.settings.digests, f"{kind} layer", name, tensor, self.group, 0 if by_rows else dim, parts)
+        write = functools.partial(write_digests, self.settings.digests, f"{kind} layer", name)
+        if dim is not None:
+            write(tensor, self.group, dim, self.parts)
+            return
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        if self.sequence_parallel:
+            write(rows, self.group, 0)
+        else:
+            write(rows, None, 0 if rows.shape[0] and rows.shape[0] % BLOCKS == 0 else None)
 
     def refuse_partial_gradient(self, x: torch.Tensor) -> None:
         """Raise `DegreeError` for a column layer whose dx others sum over the ranks, if the sum has to be a tree."""

@@ -202,7 +202,7 @@ def small_gpt(
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     config = _small_config(num_layers, hidden, heads, sequence_parallel, recompute, dtype, config_overrides)
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
     with torch.random.fork_rng(devices=[]):
         _manual_seed(seed)
         model: torch.nn.Module = GPTModel(
@@ -221,6 +221,9 @@ def _with_plain_norms(layer: Any, config: Any) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = PlainNorm
     layers = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=PlainNorm)
 

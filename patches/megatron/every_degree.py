@@ -5,6 +5,8 @@ Sums over the tensor-parallel group outside of the linear layers:
 vocabulary-parallel embedding   exact: one rank has a row, the others zeros
 cross-entropy                   the sum of exponentials, in blocks of the vocabulary and the tree
 gradient norm                   the sums of squares, in the blocks of each weight
+norms, row-parallel biases      their gradients, in blocks of rows and the tree, with and without sequence parallelism
+norms of queries and keys       their gradients, in blocks of heads and the tree
 attention dropout               no sum: the mask of all heads is drawn on every rank, which takes its own heads
 
 What has no such form is refused at the first call of a layer (`refuse_what_depends_on_the_degree`).
@@ -24,9 +26,11 @@ import torch.distributed as dist
 from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
+from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_norm import squares_of_blocks
 from ascend_parallel.patches.framework import described, models_with
+from ascend_parallel.patches.norms import install_norm, is_blocked, run_norm
 
 # Since this version a fused [gate; up] weight says so: its partition_stride is 2.
 STRIDE_IS_KNOWN = (0, 16)
@@ -35,13 +39,13 @@ STRIDE_IS_KNOWN = (0, 16)
 REFUSED = {
     "num_moe_experts": "experts and their router",
     "mtp_num_layers": "the layers of multi-token prediction",
-    "qk_layernorm": "the norms of queries and keys, whose gradients are summed over the ranks' heads",
     "defer_embedding_wgrad_compute": "a deferred weight gradient of the output layer",
     "use_kitchen": "Kitchen's layers",
     "cross_entropy_loss_fusion": "the fused cross-entropy",
 }
 
-
+# The norms of a rank's heads [s, b, heads / R, head_dim]. Megatron sums the gradients of all ranks.
+HEAD_NORMS = ("q_layernorm", "k_layernorm")
 # Classes of Megatron-core whose layers' weights are packed as `parts_of` says.
 KNOWN_PARENTS = ("SelfAttention", "MLP", "GPTModel")
 
@@ -67,7 +71,19 @@ class KnownLayouts:
                         f"COC_DETERMINISTIC=tp: {described(layer)}: how {kind.__module__}.{kind.__name__} packs its "
                         "weight is not known"
                     )
+                _refuse_shared_rows(parent)
         self._known.add(layer)
+
+
+def _refuse_shared_rows(module: Any) -> None:
+    """Raise `DegreeError` for a module whose gradients Megatron sums over the ranks' rows, and that has no blocks."""
+    named = module.named_parameters(recurse=False)
+    summed = [name for name, each in named if getattr(each, "sequence_parallel", False)]
+    if summed and not is_blocked(module) and type(module).__name__ != "RowParallelLinear":
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: config sequence_parallel=True: the gradient of {summed[0]} of {described(module)} "
+            "is summed over the ranks' rows, and has a tree only in norms inside of a TransformerBlock"
+        )
 
 
 def parts_of(layer: Any, weight: torch.Tensor, kind: str) -> tuple[int, ...]:
@@ -94,11 +110,16 @@ def refuse_what_depends_on_the_degree(layer: Any, ranks: int, version: tuple[int
     groups = getattr(config, "num_query_groups", None)
     if groups and groups % ranks:
         raise DegreeError(f"COC_DETERMINISTIC=tp: {groups} query groups cannot be shared by {ranks} ranks")
-    if config.sequence_parallel and torch.is_grad_enabled():
+    if config.sequence_parallel and getattr(config, "hidden_dropout", 0) and torch.is_grad_enabled():
         raise DegreeError(
-            "COC_DETERMINISTIC=tp: config sequence_parallel=True: the gradients of norms and of row-parallel biases "
-            "are summed over the ranks' rows, which has no tree; train without sequence parallelism"
+            f"COC_DETERMINISTIC=tp: config hidden_dropout={config.hidden_dropout} with sequence_parallel=True: each "
+            "rank draws masks for its own rows: set it to 0, or train without sequence parallelism"
         )
+
+
+def row_blocks(layer: Any, group: dist.ProcessGroup) -> RowBlocks:
+    """Return the blocks of rows of a parallel layer's output."""
+    return RowBlocks(group=group if layer.sequence_parallel else None, summed_later=True)
 
 
 def patch_sets() -> dict[str, Callable[[Any], PatchSet]]:
@@ -157,6 +178,14 @@ def _patches() -> list[Patch]:
                 "packed_seq_params",
             ),
             reason="draws the dropout mask of all heads",
+        ),
+        Patch(
+            module="megatron.core.transformer.transformer_block",
+            owner="TransformerBlock",
+            method="forward",
+            replacement=_block,
+            parameters=None,
+            reason="sums the gradients of norms in blocks of rows",
         ),
         Patch(
             module="megatron.core.optimizer.optimizer",
@@ -236,6 +265,46 @@ def _attention(original: Function) -> Function:
             self.attention_dropout = dropout
 
     return forward
+
+
+def _block(original: Function) -> Function:
+    """Make the method that replaces ``TransformerBlock.forward``: all its norms run in blocks of rows."""
+    seen: WeakSet[Any] = WeakSet()
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in seen:
+            for path, module in self.named_modules():
+                if _is_norm(module):
+                    of_heads = path.rpartition(".")[2] in HEAD_NORMS
+                    install_norm(module, functools.partial(norm, of_heads))
+            seen.add(self)
+        return original(self, *args, **kwargs)
+
+    def norm(of_heads: bool, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_force = any(vars(kind).get("forward") is forward for kind in _transformer_block().__mro__)
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not in_force or not isinstance(x, torch.Tensor):
+            return own(*args, **kwargs)
+        parameters = dict(module.named_parameters(recurse=False))
+        shared = of_heads or any(getattr(each, "sequence_parallel", False) for each in parameters.values())
+        blocks = RowBlocks(group=_group() if shared else None, dim=-2 if of_heads else 0, summed_later=True)
+        return run_norm(module, own, x, parameters, blocks)
+
+    return forward
+
+
+def _transformer_block() -> type:
+    kind: type = importlib.import_module("megatron.core.transformer.transformer_block").TransformerBlock
+    return kind
+
+
+def _is_norm(module: Any) -> bool:
+    """Tell whether a module has parameters that act on all features of a row, on ranks that may share the rows."""
+    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        return True
+    marked = any(hasattr(each, "sequence_parallel") for each in module.parameters(recurse=False))
+    return marked and type(module).__name__ != "RowParallelLinear"
 
 
 def _gradients_for_norm(original: Function) -> Function:

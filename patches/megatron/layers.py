@@ -28,7 +28,12 @@ from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
-from ascend_parallel.patches.megatron.every_degree import KnownLayouts, parts_of, refuse_what_depends_on_the_degree
+from ascend_parallel.patches.megatron.every_degree import (
+    KnownLayouts,
+    parts_of,
+    refuse_what_depends_on_the_degree,
+    row_blocks,
+)
 from ascend_parallel.patches.megatron.original import Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
@@ -262,9 +267,12 @@ def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Outpu
     else:
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
         y = run_row(x, weight, ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows))
+    bias = layer.bias
+    if bias is not None and settings.at_every_degree:
+        bias = row_blocks(layer, group).expand(bias, y)
     if layer.skip_bias_add:
-        return y, layer.bias
-    return (y if layer.bias is None else y + layer.bias), None
+        return y, bias
+    return (y if bias is None else y + bias), None
 
 
 def _checked_column(megatron: Megatron, call: ColumnCall, verifier: Verifier) -> Output:

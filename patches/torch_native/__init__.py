@@ -19,6 +19,7 @@ from ascend_parallel.patches.torch_native.styles import (
     prepare_column_input,
     prepare_module_input,
     row_apply,
+    sequence_apply,
 )
 from ascend_parallel.settings import Settings
 
@@ -74,6 +75,14 @@ def patch_set() -> PatchSet:
             replacement=row_apply,
             parameters=("self", "module", "device_mesh"),
             reason="reduces or scatters under the matmul, and gathers the gradient under the backward's matmul",
+        ),
+        Patch(
+            module=MODULE,
+            owner="SequenceParallel",
+            method="_apply",
+            replacement=sequence_apply,
+            parameters=("self", "module", "device_mesh"),
+            reason="with COC_DETERMINISTIC=tp sums the gradients of norms in blocks of rows",
         ),
         Patch(
             module=MODULE,

@@ -134,7 +134,7 @@ def _run(
 
     bias = module.bias
     if bias is not None:  # the bias of a row layer is added to this rank's rows
-        partial = [Partial()] if not column and dim is not None else None
+        partial = [Partial()] if not column and dim is not None and not framework.settings.at_every_degree else None
         bias = bias.to_local(grad_placements=partial)
     call = LinearCall(
         layer=module,

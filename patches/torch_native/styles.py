@@ -12,8 +12,10 @@ from weakref import ref
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers
+from ascend_parallel.patches.norms import install_norm, run_norm
 from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, InstalledForward, install, sequence_dim
 from ascend_parallel.patches.torch_native.shared import share, shared_gather
 
@@ -57,6 +59,33 @@ def row_apply(original: Function) -> Function:
         return returned
 
     return apply
+
+
+def sequence_apply(original: Function) -> Function:
+    """Make the method that replaces ``SequenceParallel._apply``."""
+
+    @functools.wraps(original)
+    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
+        returned = original(self, module, device_mesh)
+        if any(True for _ in module.parameters()):
+            install_norm(module, functools.partial(_norm, device_mesh))
+        return returned
+
+    return apply
+
+
+def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module of SequenceParallel: with COC_DETERMINISTIC=tp in blocks of rows."""
+    framework = IN_FORCE.framework
+    if framework is None or not framework.settings.at_every_degree:
+        return own(*args, **kwargs)
+    (x, *more), parameters = args, dict(module.named_parameters())
+    dim = sequence_dim(x.placements[0], x.ndim) if isinstance(x, DTensor) and mesh.ndim == 1 else None
+    if dim is None or more or kwargs or parameters.keys() != module._parameters.keys() or torch.compiler.is_compiling():
+        framework.log_uncovered(module, "it is more than a norm of rows that ranks share, in one DTensor")
+    local = {name: each.to_local(grad_placements=[Replicate()]) for name, each in parameters.items()}
+    y = run_norm(module, own, x.to_local(), local, RowBlocks(group=mesh.get_group(), dim=dim or 0))
+    return DTensor.from_local(y, mesh, x.placements, run_check=False)
 
 
 def prepare_column_input(original: Function) -> Function:

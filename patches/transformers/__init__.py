@@ -17,7 +17,7 @@ from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.seam import AppliedPatches, Seam
 from ascend_parallel.patches.transformers import experts
-from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward
+from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward, install_head_norm
 from ascend_parallel.settings import Settings
 
 MODULE = "transformers.distributed.tensor_parallel"
@@ -48,7 +48,7 @@ class TransformersPatches(AppliedPatches):
 
 
 def patch_set() -> PatchSet:
-    """Return the patch of the method that all styles share."""
+    """Return the patches of the method with which styles install forwards."""
     patch = Patch(
         module=MODULE,
         owner="TensorParallelLayer",
@@ -57,7 +57,15 @@ def patch_set() -> PatchSet:
         parameters=("self", "module", "mesh"),
         reason="reduces under a row layer's matmul, and the input gradient under a column layer's weight gradient",
     )
-    return PatchSet("transformers", VERSIONS, [patch], newest=NEWEST)
+    of_heads = Patch(
+        module=MODULE,
+        owner="ReplicatedWithGradAllReduce",
+        method="install_forward",
+        replacement=install_head_norm,
+        parameters=("self", "module", "mesh"),
+        reason="with COC_DETERMINISTIC=tp sums the gradients of norms of queries and keys in blocks of heads",
+    )
+    return PatchSet("transformers", VERSIONS, [patch, of_heads], newest=NEWEST)
 
 
 def on_one_rank(model: Any) -> Any:

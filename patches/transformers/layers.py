@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.norms import install_norm, run_norm
 
 KINDS = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
 # Styles whose sums over ranks COC_DETERMINISTIC=tp knows: of layers that are covered, none, or exact ones.
 IN_TREE = (*KINDS, "EmbeddingParallel", "TensorParallelLayer")
+# Norms of the heads of a rank: they are called with [B, S, heads / R, head_dim].
+HEAD_NORMS = ("Qwen3RMSNorm",)
 IN_FORCE = InForce()
 
 
@@ -69,6 +73,33 @@ def install_forward(original: Function) -> Function:
         return returned
 
     return install
+
+
+def install_head_norm(original: Function) -> Function:
+    """Make the method that replaces ``ReplicatedWithGradAllReduce.install_forward``.
+
+    transformers adds the gradients of all ranks in a hook on the parameter. The norm runs below the forward that sees
+    to the hook.
+    """
+
+    @functools.wraps(original)
+    def install(self: Any, module: Any, mesh: Any) -> Any:
+        if type(module).__name__ in HEAD_NORMS:
+            install_norm(module, functools.partial(_head_norm, mesh))
+        else:
+            IN_FORCE.without_tree[module] = f"the gradients of {type(module).__name__}, summed over ranks, have no tree"
+        return original(self, module, mesh)
+
+    return install
+
+
+def _head_norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    framework = IN_FORCE.framework
+    if framework is None or not framework.settings.at_every_degree:
+        return own(*args, **kwargs)
+    (x,) = args
+    blocks = RowBlocks(group=mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp"), dim=-2, summed_later=True)
+    return run_norm(module, own, x, dict(module.named_parameters()), blocks)
 
 
 def _installed(style: Any, mesh: Any) -> InstalledByPlan:

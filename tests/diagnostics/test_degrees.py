@@ -21,10 +21,14 @@ torch.manual_seed(0)
 x, up, down = torch.randn(24, 64, requires_grad=True), torch.randn(128, 64), torch.randn(64, 128)
 mine = slice(group.rank() * 128 // group.size(), (group.rank() + 1) * 128 // group.size())
 up, down = up[mine].clone().requires_grad_(), down[:, mine].clone().requires_grad_()
-z = ascend_parallel.column_linear(x, up, group=group, settings=settings)
+options = {"group": group, "settings": settings}
+if "--sequence" in sys.argv and group.size() > 1:
+    options["sequence_parallel"] = True
+    x = x.detach().chunk(group.size())[group.rank()].requires_grad_()
+z = ascend_parallel.column_linear(x, up, **options)
 if "--wrong" in sys.argv and group.size() > 1:
     z = z + 1e-3
-ascend_parallel.row_linear(z.relu(), down, group=group, settings=settings).sum().backward()
+ascend_parallel.row_linear(z.relu(), down, **options).sum().backward()
 dist.destroy_process_group()
 """
 
@@ -38,8 +42,10 @@ def verify(tmp_path, *arguments, **variables):
     return finished.returncode, finished.stdout.strip(), finished.stderr
 
 
-def test_equal_bits_have_one_digest(tmp_path):
-    code, printed, errors = verify(tmp_path)
+@pytest.mark.parametrize("arguments", [(), pytest.param(("--sequence",), marks=pytest.mark.slow)], ids=str)
+def test_equal_bits_have_one_digest(tmp_path, arguments):
+    """Also with sequence parallelism where there are several ranks: blocks of rows are compared."""
+    code, printed, errors = verify(tmp_path, *arguments)
     assert code == 0, errors
     assert printed.startswith("degrees 1, 2: all 6 tensors have the same bits, digest ")
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ascend_parallel import DegreeError, Settings, column_linear, row_linear
 from ascend_parallel.ops import Problem, choose
+from ascend_parallel.overlap.row_blocks import RowBlocks
 
 TREE = Settings(deterministic="tp")
 ROWS = (1, 2, 4, 33, 512)
@@ -134,6 +135,46 @@ def test_fused_weights(ranks, parts):
     one, two, four = at_degrees(ranks, cases)
     assert one == two == four
     assert one[0] == one[1]
+
+
+def of_rows(group, dim, dtype, shared, in_tree, computed=None):
+    """The gradients of a norm's parameters and of a bias, of rows that ranks share or that each has."""
+    blocks = RowBlocks(group=group if shared else None, dim=dim)
+    x, dy = (drawn((4, 96, 64), dtype, seed).to(computed or dtype) for seed in (1, 2))
+    if shared:
+        x, dy = (t.chunk(group.size(), dim)[group.rank()].clone() for t in (x, dy))
+    weight, bias, added = (drawn((64,), dtype, seed).to(computed or dtype).requires_grad_() for seed in (3, 4, 5))
+
+    def norm(block, parameters):
+        return torch.nn.functional.layer_norm(block, (64,), parameters["weight"], parameters["bias"])
+
+    parameters = {"weight": weight, "bias": bias}
+    y = blocks.run(x, parameters, norm) if in_tree else norm(x, parameters)
+    y = y + (blocks.expand(added, y) if in_tree else added)
+    y.backward(dy)
+    gradients = [weight.grad, bias.grad, added.grad]
+    if shared and not in_tree:
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+    whole = gathered(y, dim, group) if shared else y
+    return [whole.detach(), *gradients]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
+    """The tree over tokens: alike on ranks that share the rows and on ranks that have them all; plain sums differ."""
+    cases = [(ranks(count).run(of_rows, dim, dtype, True, True), count) for count in (1, 2, 4)]
+    one = cases[0][0][0]
+    for found, count in cases:
+        assert all(torch.equal(a, b) for each in found for a, b in zip(one, each, strict=True)), count
+    assert all(map(torch.equal, one, ranks(2).run(of_rows, dim, dtype, False, True)[1]))
+    plain = [ranks(count).run(of_rows, dim, dtype, True, False)[0] for count in (1, 2, 4)]
+    assert not all(map(torch.equal, plain[0][1:], plain[2][1:]))
+    truth = ranks(1).run(of_rows, dim, dtype, True, False, torch.float64)[0]
+    for found, whole, true in zip(one, plain[0], truth, strict=True):
+        error, other = ((each - true).norm() / true.norm() for each in (found, whole))
+        assert error <= max(1.05 * other, 1e-6)
 
 
 @pytest.mark.slow

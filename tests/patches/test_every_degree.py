@@ -89,6 +89,57 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("models"), "Llama", **SIZES)
 
 
+PACKED = {
+    "Phi3": {**SIZES, "pad_token_id": 0},
+    "Glm": {**SIZES, "pad_token_id": 0, "eos_token_id": 1, "head_dim": 16, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("Phi3", torch.float32, marks=pytest.mark.slow),
+        pytest.param("Phi3", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("Glm", torch.float32, marks=pytest.mark.slow),
+        pytest.param("Glm", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype):
+    """gate_up_proj and qkv_proj: transformers cuts them as they are, and gathers their features."""
+    one, two, four = at_degrees(ranks, llama, write(tmp_path, name, **PACKED[name]), dtype, TREE)
+    assert two == one
+    assert four == one
+    assert any(key.endswith("gate_up_proj.weight") for key in one)
+    assert len(set(one["losses"])) == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path, dtype):
+    one, two, four = at_degrees(ranks, llama, write(tmp_path, "Qwen3", **SIZES, head_dim=16), dtype, TREE)
+    assert two == one
+    assert four == one
+    assert any(key.endswith("q_norm.weight") for key in one)
+
+
+def refused(group, path):
+    model = load(group, path).train()
+    ascend_parallel.configure(**TREE)
+    try:
+        model(input_ids=tokens())
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return ""
+
+
+def test_norms_of_another_class_are_an_error(ranks, tmp_path):
+    """How they are called is not known."""
+    for text in ranks(2).run(refused, write(tmp_path, "Gemma3Text", **SIZES, head_dim=16)):
+        assert "the gradients of Gemma3RMSNorm, summed over ranks, have no tree" in text
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
@@ -119,10 +170,21 @@ def test_chunks_and_eight_ranks_change_nothing(ranks, path):
     assert at_degrees(ranks, llama, path, torch.float32, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
 
 
-@pytest.mark.parametrize("plan", ["sequence", "layers"])
-def test_sequence_parallelism_is_an_error(ranks, plan):
-    for text in ranks(2).run(native, torch.float32, TREE, plan):
-        assert "sequence parallelism: the gradients of norms" in text
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        pytest.param("sequence", torch.float32),
+        pytest.param("layers", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("sequence", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("layers", torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sequence_parallelism_trains_alike_at_every_degree(ranks, plan, dtype):
+    one, two, four = at_degrees(ranks, native, dtype, TREE, plan)
+    assert two == one
+    assert four == one
+    assert len(set(one["losses"])) == STEPS
 
 
 def dropping(group, path):

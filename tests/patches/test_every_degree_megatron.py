@@ -53,7 +53,9 @@ class ClippingOptimizer:
 
     def step(self):
         """Scale the gradients by Megatron's norm, and step; return the norm."""
-        self.model.finish_grad_sync()
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.model])
         self.optimizer.prepare_grads()
         norm = self.optimizer.get_grad_norm()
         for parameter in self.model.parameters():
@@ -68,13 +70,22 @@ class PlainOptimizer(torch.optim.AdamW):
         self.model = model
 
     def step(self):
+        from megatron_cpu import finalize_gradients
+
+        finalize_gradients(self.model)
         super().step()
         return 1.0
 
 
 def train(group, options, settings, dtype=torch.float32):
-    """The losses and norms of some steps, and digests of all weights after them, of all ranks together."""
+    """The losses and norms of some steps, and digests of all weights after them, of all ranks together.
+
+    Megatron-core has no sequence parallelism on one rank.
+    """
     from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
+
+    if group.size() == 1:
+        options = {**options, "sequence_parallel": False}
 
     with megatron(group.size()), megatron_on_cpu(schedules=True):
         ascend_parallel.configure(**settings)
@@ -111,6 +122,21 @@ def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
     assert four == one
     assert len(set(one["losses"])) == STEPS
     assert all(norm > 0.1 for norm in one["norms"])  # all steps clip
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        pytest.param({**GPT, "hidden_dropout": 0.0, "qk_layernorm": True}, torch.float32, id="swiglu, query norms"),
+        pytest.param(
+            {**BIASES, "recompute": True}, torch.bfloat16, id="biases, recompute, bf16", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_sequence_parallelism_changes_nothing(ranks, options, dtype):
+    """The gradients of norms and row-parallel biases are summed over tokens in the tree, on one rank as on several."""
+    (one,) = at_degrees(ranks, options, TREE, dtype, degrees=(1,))
+    assert at_degrees(ranks, {**options, "sequence_parallel": True}, TREE, dtype, degrees=(2, 4)) == [one, one]
 
 
 @pytest.mark.slow
@@ -151,16 +177,25 @@ def refused(group, options, settings):
     with megatron(group.size()):
         ascend_parallel.configure(**settings)
         try:
-            next_token_loss(small_gpt(seq=32, **options), torch.randint(256, (4, 33)))
+            options = {"seq": 32, **options}
+            next_token_loss(small_gpt(**options), torch.randint(256, (2, options["seq"] + 1)))
         except ascend_parallel.DegreeError as error:
             return str(error)
     return ""
 
 
 REFUSALS = {
-    "sequence parallel": ({"sequence_parallel": True}, "sequence_parallel=True"),
+    "dropout of rows": ({"sequence_parallel": True, "hidden_dropout": 0.1}, "hidden_dropout=0.1"),
+    "rows": (
+        {"sequence_parallel": True, "seq": 6, "heads": 8},
+        "12 rows of a norm or a bias, which ranks share, are not a multiple of 8",
+    ),
     "features": ({"hidden": 68, "heads": 4}, "decoder.layers.0.self_attention.linear_qkv (ColumnParallelLinear): 102"),
-    "norms of queries": ({"qk_layernorm": True}, "qk_layernorm=True"),
+    "fused loss": ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion=True"),
+    "heads": (
+        {"hidden": 128, "heads": 8, "num_query_groups": 4, "qk_layernorm": True},
+        "4 heads of a norm or a bias, which ranks share, are not a multiple of 8",
+    ),
 }
 
 

@@ -36,6 +36,9 @@ MODELS = {
     "Qwen2": GROUPED,
     "Mistral": GROUPED,
     "GPTNeoX": {},
+    "Glm": {},
+    "Qwen3": {**GROUPED, "head_dim": 32},
+    "Gemma3Text": {**GROUPED, "head_dim": 32},
 }
 
 
@@ -45,7 +48,7 @@ def model_of(name, **changes):
 
     torch.manual_seed(len(name))
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MODELS[name], **changes})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
     for parameter in model.parameters():  # biases and norms begin as zeros and ones
         parameter.data += torch.randn_like(parameter) * 0.02
     return model

@@ -1,0 +1,81 @@
+"""The forward that is installed on norms for COC_DETERMINISTIC=tp: the module's own, one call for each block of rows.
+
+Whatever class a norm has, its forward is called with copies of its parameters, whose gradients are summed in the tree
+(overlap/row_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from ascend_parallel.overlap.row_blocks import RowBlocks
+from ascend_parallel.patches.base import Function
+
+InBlocks = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class BlockedForward:
+    """The forward of a norm; a deep copy of the module gets its own, with the copy's parameters.
+
+    run
+        Called as ``run(module, own, args, kwargs)``, where `own` is the forward without this one.
+    """
+
+    def __init__(self, module: Any, own: Function | None, run: InBlocks) -> None:
+        """Hold a forward that had been put on the module before; None: its class's."""
+        self.module, self.own, self.run = module, own, run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockedForward:
+        """Return the forward of the module's copy."""
+        return BlockedForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the norm."""
+        return self.run(self.module, self.own or type(self.module).forward.__get__(self.module), args, kwargs)
+
+
+def install_norm(module: Any, run: InBlocks) -> None:
+    """Put the forward on `module`, over its own, or have the one that is there run `run`."""
+    there = vars(module).get("forward")
+    if isinstance(there, BlockedForward):
+        there.run = run
+    else:
+        module.forward = BlockedForward(module, there, run)
+
+
+def is_blocked(module: Any) -> bool:
+    """Tell whether the forward of a module is the installed one."""
+    return isinstance(vars(module).get("forward"), BlockedForward)
+
+
+def run_norm(
+    module: Any, own: Function, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], blocks: RowBlocks
+) -> torch.Tensor:
+    """Return the output of `own`, the forward of a norm, for each block of rows of the plain tensor x [..., N].
+
+    parameters
+        Those of the module itself, as plain tensors.
+    """
+
+    def run_block(block: torch.Tensor, copies: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with _with_parameters(module, copies):
+            y: torch.Tensor = own(block)
+        return y
+
+    return blocks.run(x, parameters, run_block)
+
+
+@contextmanager
+def _with_parameters(module: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    attributes: dict[str, Any] = module._parameters
+    own = dict(attributes)
+    attributes.update(tensors)
+    try:
+        yield
+    finally:
+        attributes.update(own)
