@@ -200,9 +200,10 @@ class Search:
         if self.experts is not None:
             along = self.mesh.dim_names.index(self.experts)
             self.options, weights = expert_options(self.graph, self.options, along)
-            free |= weights
-            if self.experts != self.data:
-                self.options = data_parallel_options(self.graph, self.options, free, False, along)
+            if self.experts == self.data:
+                free |= weights
+            else:
+                self.options = data_parallel_options(self.graph, self.options, free | weights, False, along)
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
             self.options = data_parallel_options(self.graph, self.options, free, self.semi_auto, data)

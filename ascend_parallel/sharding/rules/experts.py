@@ -139,10 +139,9 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Run the experts again, with autograd."""
-    needs = ctx.needs_input_grad  # type: ignore[attr-defined]
     inputs = [
-        None if tensor is None else tensor.detach().requires_grad_(need)
-        for tensor, need in zip(ctx.saved_tensors, needs, strict=False)  # type: ignore[attr-defined]
+        None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        for tensor in ctx.saved_tensors  # type: ignore[attr-defined]
     ]
     with torch.enable_grad():
         x, index, weight, up, down, gate = inputs
