@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -93,6 +93,9 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
+
+figures: $(VENV)/ready  ## every figure of the README measured again and written there, ten minutes; ARGS="--only gpt-512"
+	$(BIN)/python benchmarks/figures.py $(ARGS)
 
 # What the demo needs. The extension is built in this environment (no build isolation): an isolated one would install
 # another torch.

@@ -15,6 +15,7 @@ overlap can make a step shorter than that.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ DECIDING = len(TURNS)  # steps after which COC_REGION=auto has decided
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = options_of(__doc__, rounds=15)
+    parser = options_of(__doc__, rounds=15, json=True)
     parser.add_argument(
         "--chunks",
         default="auto,4,4 region",
@@ -63,16 +64,23 @@ def main() -> None:
     parser.add_argument("--exposed", action="store_true", help="record timelines instead of times")
     parser.add_argument("--processor", action="store_true", help="measure processor time instead of the clock's")
     options = vars(parser.parse_args())
+    file = options.pop("json")
     found = on_ranks("training:rank", RANKS, link=options.pop("link"), limit=1200, options=options)
     if options["exposed"]:
         print(table(["mode", "COC_PARALLEL_NUM", "communication, ms", "exposed, ms"], _exposed_rows(found)))
         return
+    if file is not None:
+        file.write_text(json.dumps({mode: _seconds(variants) for mode, variants in found.items()}) + "\n")
     rows = [
         [mode, name, milliseconds(times, 0), *_ratio(name, times, variants[PLAIN][1]), f"{1e3 * first:.0f}"]
         for mode, variants in found.items()
         for name, (first, times) in variants.items()
     ]
     print(table(["mode", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "first step, ms"], rows))
+
+
+def _seconds(variants: dict[str, tuple[float, list[float]]]) -> dict[str, list[float]]:
+    return {name: times for name, (_, times) in variants.items()}
 
 
 def _exposed_rows(found: dict[str, dict[str, tuple[float, float]]]) -> list[list[str]]:

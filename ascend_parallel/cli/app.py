@@ -18,6 +18,7 @@ from ascend_parallel.cli.options import RAREST
 from ascend_parallel.cli.plan_training import plan_training
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
+from ascend_parallel.cli.report.command import report
 from ascend_parallel.cli.timeline import timeline
 from ascend_parallel.version import __version__
 
@@ -35,6 +36,7 @@ app.command(cls=Command)(explain)
 app.command(cls=Command, help=EXAMPLES)(predict)
 app.command(cls=Command)(bench)
 app.command(cls=Command)(tune)
+app.command(cls=Command)(report)
 app.command(cls=Command)(timeline)
 app.command(cls=Command)(propagate)
 app.command(cls=Command)(strategy)

@@ -16,6 +16,7 @@ from ascend_parallel.cli.options import (
     MOST_ROWS,
     TP_HERE,
     BatchOption,
+    DeviceOption,
     LayerOption,
     ModelOption,
     ParallelOption,
@@ -57,6 +58,7 @@ def bench(
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     deterministic: Annotated[
         str | None,
         typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
@@ -96,7 +98,7 @@ def bench(
 
     if moe is not None:
         with errors("bench", LinkError):
-            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, as_json)
+            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, device, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
@@ -104,7 +106,7 @@ def bench(
         if plot_file is not None:
             needs_folder("--plot", plot_file)
         request = request_of(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
         measured = request.measure(as_json, orders)
@@ -127,14 +129,18 @@ def _bench_experts(
     chunks: str,
     rounds: int,
     link: str | None,
+    device: str | None,
     as_json: bool,
 ) -> None:
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, chunk_counts
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, chunk_counts, requested_device
     from ascend_parallel.tuning.bench import experts
+    from ascend_parallel.tuning.launch.devices import CPU
     from ascend_parallel.tuning.launch.ranks import call_on_ranks
 
     if model is not None or shapes:
         raise PlanningError("give one of --model, --shape and --moe")
+    if device is not None and requested_device(device, tp, link) != CPU:
+        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
     dtype_of(dtype)
     case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
     groups = [count for count in chunk_counts(chunks) if count <= case.experts // tp]
@@ -170,6 +176,7 @@ def tune(
     chunks: ChunksOption = "2,3,4,6,8,12",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
     ] = None,
@@ -191,7 +198,7 @@ def tune(
 
     with errors("tune", LinkError):
         request = request_of(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         if out is None and link is not None:
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")

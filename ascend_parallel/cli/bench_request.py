@@ -13,6 +13,7 @@ from ascend_parallel.tuning.bench.results import Row
 from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
 
 SECONDS_A_PASS = 60.0
@@ -29,6 +30,7 @@ class BenchRequest:
     fused: bool
     rounds: int
     link: str | None
+    device: str
     title: str
 
     @property
@@ -44,6 +46,7 @@ class BenchRequest:
                 self.ranks,
                 limit=self.limit,
                 link=self.link,
+                device=self.device,
                 on_progress=lambda line: status.update(line.replace("[", r"\[")),
                 cases=self.cases,
                 chunks=self.chunks,
@@ -55,10 +58,11 @@ class BenchRequest:
 
     def conditions(self, measured: dict[str, Any]) -> str:
         """Return the conditions of the times in words."""
-        over = f"a link of {self.link}" if self.link else "loopback"
+        over = f"of one thread over a link of {self.link}" if self.link else "of one thread over loopback"
+        if self.device != CPU:
+            over = f"on devices of type {self.device}"
         return (
-            f"{self.title}; {self.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
-            f"medians of {self.rounds} rounds, ms"
+            f"{self.title}; {self.ranks} ranks {over}; torch {measured['torch']}; medians of {self.rounds} rounds, ms"
         )
 
     def report(self, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
@@ -86,11 +90,12 @@ def request_of(
     chunks: str,
     rounds: int,
     link: str | None,
+    device: str | None,
 ) -> BenchRequest:
     """Return the request of the command's options; raises `PlanningError` for what is not allowed."""
     if (model is None) == (not shapes):
         raise PlanningError("give either --model or --shape")
-    chosen = dtype_of(dtype)
+    chosen, place = dtype_of(dtype), requested_device(device, tp, link)
     if model is not None:
         wide = find_model(model)
         batch = Batch(
@@ -99,7 +104,7 @@ def request_of(
             tp=tp,
             sequence_parallel=sequence_parallel,
             dtype=chosen,
-            device="cpu",
+            device=place,
         )
         names, cases = model_cases(scaled(wide, scale), batch)
         title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
@@ -116,8 +121,19 @@ def request_of(
         fused=True,
         rounds=rounds,
         link=link,
+        device=place,
         title=f"{title}, {dtype}",
     )
+
+
+def requested_device(requested: str | None, ranks: int, link: str | None) -> str:
+    """Return the type of device to measure on; raises `PlanningError` if this machine has too few of a request."""
+    found = CPU if link is not None else device_for(ranks)
+    if requested is None or lookup("--device", requested, {kind: kind for kind in BACKENDS}) in (found, CPU):
+        return requested or found
+    if link is not None:
+        raise PlanningError(f"--device {requested}: --link is a link between CPUs")
+    raise PlanningError(f"--device {requested}: not one of them for each of {ranks} ranks is here")
 
 
 def chunk_counts(chunks: str) -> list[int]:

@@ -33,6 +33,9 @@ SequenceOption = Annotated[
 BatchOption = Annotated[
     int, typer.Option("--micro-batch", min=1, max=MOST_ROWS, help="For --model: sequences per micro-batch.")
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda or npu; default: what has a device for each process, otherwise the CPU.")
+]
 ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatter, or all-reduce.")]
 
 
