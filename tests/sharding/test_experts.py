@@ -22,11 +22,12 @@ from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.rules import experts as rule
 from ascend_parallel.sharding.rules import strategies
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.training import Strategy
+from ascend_parallel.training import PipelineOptions, ShardingOptions, Strategy
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 H, F_, EXPERTS, BATCH, LENGTH = 8, 12, 8, 4, 6
+SLOW = pytest.mark.slow
 
 
 class Experts(nn.Module):
@@ -112,8 +113,8 @@ def trained(group, sizes, groups, options):
     [
         ({"ep": 2}, 2, {}),
         ({"ep": 2}, 1, {"top": 1, "gated": False}),
-        ({"ep": 4}, 2, {"top": 3}),
         ({"dp": 2, "ep": 2}, 4, {}),
+        pytest.param({"ep": 4}, 2, {"top": 3}, marks=SLOW),
     ],
     ids=str,
 )
@@ -182,24 +183,30 @@ def test_rows_of_another_expert_are_seen(group):
 ROUNDED = {"rtol": 1e-4, "atol": 1e-6}
 
 
-def mixtral(group, mesh, expert_dim):
+def mixtral(group, mesh, options):
     changes = {"experts_implementation": "mixture_of_experts"}
-    strategy = Strategy(mesh=mesh, expert_dim=expert_dim)
     batch = example.batch_of(0, 4)
-    return check_step("Mixtral", strategy, changes, {"experts_implementation": "batched_mm"}, ROUNDED, batch)
+    return check_step(
+        "Mixtral", Strategy(mesh=mesh, **options), changes, {"experts_implementation": "batched_mm"}, ROUNDED, batch
+    )
 
 
 @pytest.mark.parametrize(
-    ("mesh", "expert_dim"),
+    ("mesh", "options"),
     [
-        ({"dp": 2}, "dp"),
-        pytest.param({"dp": 2, "ep": 2}, "ep", marks=pytest.mark.slow),
-        pytest.param({"dp": 1, "ep": 4}, "ep", marks=pytest.mark.slow),
+        ({"dp": 2}, {"expert_dim": "dp"}),
+        pytest.param({"dp": 2, "ep": 2}, {"expert_dim": "ep"}, marks=SLOW),
+        pytest.param({"dp": 1, "ep": 4}, {"expert_dim": "ep"}, marks=SLOW),
+        pytest.param({"dp": 2}, {"expert_dim": "dp", "sharding": ShardingOptions(zero_stage=2)}, marks=SLOW),
+        pytest.param(
+            {"dp": 2}, {"expert_dim": "dp", "pipeline": PipelineOptions(degree=2, micro_batches=2)}, marks=SLOW
+        ),
     ],
-    ids=str,
+    ids=["dp", "dp x ep", "ep", "dp with ZeRO", "dp x pp"],
 )
-def test_mixtral_of_transformers_trains_as_on_one_card(ranks, mesh, expert_dim):
-    ranks(torch.Size(mesh.values()).numel()).run(mixtral, mesh, expert_dim)
+def test_mixtral_of_transformers_trains_as_on_one_card(ranks, mesh, options):
+    stages = options["pipeline"].degree if "pipeline" in options else 1
+    ranks(torch.Size(mesh.values()).numel() * stages).run(mixtral, mesh, options)
 
 
 def arguments(gated=True, dims=(4, 6)):

@@ -196,12 +196,10 @@ def expert_options(
             continue
         allowed[name] = [option for option in options[name] if along in experts.exchange_dims(option.inputs)]
         if not allowed[name]:
-            shapes = (
-                f"tokens {list(node.call.inputs[experts.X].shape)}, {node.call.inputs[experts.UP].shape[0]} experts"
-            )
+            tokens, of_experts = node.call.inputs[experts.X].shape, node.call.inputs[experts.UP].shape
             raise ValueError(
-                f"{node.module or 'the model'} has {shapes}: the mesh dimension of the experts has to divide both, and "
-                "a strategy of this operator to allow the exchange"
+                f"{node.module or 'the model'} has tokens {list(tokens)}, {of_experts[0]} experts: the mesh "
+                "dimension of the experts has to divide both, and a strategy of this operator to allow the exchange"
             )
         waiting = [value.node for value in node.inputs[experts.UP :]]
         while waiting:
