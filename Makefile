@@ -8,7 +8,8 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench figures clean
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed \
+	upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -90,6 +91,20 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
 	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
+
+# Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the
+# tests import beside this environment goes on PYTHONPATH (docs/upstream.md).
+upstream-transformers: $(VENV)/ready  ## transformers' tests of tensor-parallel models: give TRANSFORMERS=<checkout>
+	test -n "$(TRANSFORMERS)"
+	$(BIN)/python tests/upstream/transformers_tp.py $(TRANSFORMERS) $(ARGS)
+
+upstream-megatron: $(VENV)/ready  ## Megatron-core's unit tests on 2 ranks, layers and regions: give MEGATRON=<checkout of Megatron-LM>
+	test -n "$(MEGATRON)"
+	$(BIN)/python tests/upstream/megatron_core.py $(MEGATRON) $(ARGS)
+
+upstream-deepspeed: $(VENV)/ready  ## DeepSpeed's tests of AutoTP: give DEEPSPEED=<checkout>; make compat-deepspeed installs what they import
+	test -n "$(DEEPSPEED)"
+	PYTHONPATH=.compat/deepspeed:$(PYTHONPATH) $(BIN)/python tests/upstream/deepspeed_autotp.py $(DEEPSPEED) $(ARGS)
 
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
