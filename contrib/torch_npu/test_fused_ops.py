@@ -100,6 +100,7 @@ def environ(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_every_strategy_gives_the_whole(environ, ranks):
     code = "import test_fused_ops as tests; tests.every_strategy_gives_the_whole()"
     for rank, ended in enumerate(launch(code, [environ] * ranks, fresh=True, timeout=240)):
