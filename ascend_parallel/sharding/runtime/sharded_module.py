@@ -111,6 +111,7 @@ class ShardedModule(torch.nn.Module):
             bucket_bytes=bucket_bytes,
             recompute=recompute,
             compile=compile,
+            in_tree=overlap and group is None,
         )
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
