@@ -12,15 +12,19 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
+# One process of tests leaves a core idle: much of what it does, it does alone. WORKERS=1 runs them in one.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --durations 20 --numprocesses $(WORKERS) --dist loadfile
+
 test: $(VENV)/ready  ## the most telling tests, in 8 minutes on 2 cores, and the twenty slowest of them
-	$(BIN)/python -m pytest --durations 20 -m "not slow and not stress and not packages" $(ARGS)
+	$(PYTEST) -m "not slow and not stress and not packages" $(ARGS)
 
 PART ?= 1/1
 test-rest: $(VENV)/ready  ## the slow ones; PART=2/4: the second of four parts of them
-	$(BIN)/python -m pytest --durations 20 -m "slow and not stress and not packages" --part $(PART) $(ARGS)
+	$(PYTEST) -m "slow and not stress and not packages" --part $(PART) $(ARGS)
 
 test-all: $(VENV)/ready  ## those and the slow ones: about an hour on 2 cores
-	$(BIN)/python -m pytest --durations 20 -m "not stress and not packages" $(ARGS)
+	$(PYTEST) -m "not stress and not packages" $(ARGS)
 
 lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 	$(BIN)/ruff check .
