@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Not compiled: half of an install would be the compiling of what nothing imports.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench clean
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed bench figures clean
 
-demo: $(VENV)/ready  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
+demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
 
 # One process of tests leaves a core idle: much of what it does, it does alone. WORKERS=1 runs them in one.
@@ -93,11 +94,20 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 bench: $(VENV)/ready  ## E_bound of both layers on a link of 1 Gbit/s (as root, or where a user may create network namespaces)
 	$(BIN)/ascend-parallel bench --shape 2048,768,1024 --shape 2048,1024,1024 --link 1gbit $(ARGS)
 
-# The extension is built in this environment (no build isolation): an isolated one would install another torch.
-$(VENV)/ready: constraints.txt pyproject.toml setup.py
+figures: $(VENV)/ready  ## every figure of the README measured again and written there, ten minutes; ARGS="--only gpt-512"
+	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+# What the demo needs. The extension is built in this environment (no build isolation): an isolated one would install
+# another torch.
+$(VENV)/demo: constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel torch numpy
-	$(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-build-isolation --editable ".[megatron]"
+	touch $@
+
+# What everything else needs, beside it: pip installs what is not there yet, and the package is.
+$(VENV)/ready: $(VENV)/demo
+	$(PIP) "ascend_parallel[dev]"
 	touch $@
 
 clean:

@@ -20,22 +20,26 @@ HELP = (["-h"], ["--help"], ["--version"])
 
 def main() -> None:
     """Run the command named on the command line."""
-    import ascend_parallel
-
-    refused = ascend_parallel._control.refused
-    if refused is not None and sys.argv[1:2] in (["run"], ["verify"], ["status"]):
-        sys.stderr.write(f"ascend-parallel: {refused}\n")
-        raise SystemExit(2)
-    if sys.argv[1:2] in (["run"], ["verify"]) and sys.argv[2:3] in ([], *HELP):
-        _answer()
-    if sys.argv[1:2] == ["run"]:
-        run(sys.argv[2:])
-    elif sys.argv[1:2] == ["verify"]:
-        verify(sys.argv[2:])
-    else:
+    if sys.argv[1:2] not in (["run"], ["verify"]):
         from ascend_parallel.cli.app import app
 
         app(prog_name="ascend-parallel")
+    if sys.argv[2:3] in ([], *HELP):
+        _answer()
+    _read_environment()
+    if sys.argv[1:2] == ["run"]:
+        run(sys.argv[2:])
+    else:
+        verify(sys.argv[2:])
+
+
+def _read_environment() -> None:
+    """Read the settings, and patch; end with 2 and an error in one line if they are refused."""
+    from ascend_parallel.patch_control import CONTROL
+
+    CONTROL.configure_once(os.environ)
+    if CONTROL.refused is not None:
+        _refuse("ascend-parallel", str(CONTROL.refused))
 
 
 def _answer() -> NoReturn:
@@ -68,8 +72,6 @@ def run(arguments: list[str]) -> None:
     script = arguments[1:2] if as_module else arguments[:1]
     if not script:
         _refuse("run", "give a script; --help shows how")
-    import ascend_parallel  # noqa: F401  reads the environment and patches
-
     sys.argv = arguments[1:] if as_module else arguments
     if as_module:
         sys.path.insert(0, str(Path.cwd()))  # python -m sets this entry, a console script does not

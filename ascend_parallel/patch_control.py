@@ -86,6 +86,7 @@ class PatchControl:
         self._hooked: set[str] = set()  # the frameworks whose import is waited for
         self._warns = False
         self._takes_over = False
+        self._configured = False
         # The error of the environment's settings; this package's command reports it instead of the import.
         self.refused: SettingsError | None = None
         self._verifies = False
@@ -97,6 +98,7 @@ class PatchControl:
 
         After an error all previous settings stay in force, and ranks that wait for this rank learn of the error.
         """
+        self._configured = True
         consistency.begin_configure()
         try:
             settings = read_settings(environ, **overrides)
@@ -116,6 +118,15 @@ class PatchControl:
             self._verifies = True
             atexit.register(self.log_verification)
         return settings
+
+    def configure_once(self, environ: Mapping[str, str]) -> None:
+        """Read the settings of a command, unless they were read; keep their error for the command to report."""
+        if self._configured:
+            return
+        try:
+            self.configure(environ)
+        except SettingsError as error:
+            self.refused = error
 
     def _put_in_force(self, settings: Settings) -> None:
         """Change the log level, the patches and the recording; after an error restore all three."""
@@ -276,3 +287,62 @@ def _kernels() -> dict[str, str]:
         "ordered": "available",
         "tree": "available",
     }
+
+
+CONTROL = PatchControl()
+
+
+def configure(**settings: Any) -> Settings:
+    """Read the environment, override it by `settings` (fields of `Settings`), and put the result in force.
+
+    All ranks must call this alike and between steps, not between a forward and its backward. Raises `SettingsError`
+    for a value that is not allowed, `PatchError`, or `OSError` if a recording that ends cannot be written. After an
+    error all previous settings stay in force, and ranks that wait for this rank raise `DisagreementError`.
+    """
+    return CONTROL.configure(os.environ, **settings)
+
+
+def apply() -> None:
+    """Import Megatron-core and patch it; a second call does nothing.
+
+    Raises `SettingsError` if overlap is off, `PatchError` if Megatron-core is not as expected.
+    """
+    CONTROL.apply()
+
+
+def revert() -> None:
+    """Restore Megatron-core's own methods; raises `PatchError` if another patch was put on top."""
+    CONTROL.revert()
+
+
+def status() -> Status:
+    """Return this process's settings, patches, counts, and notes for the user."""
+    return CONTROL.status()
+
+
+def verification() -> Verification:
+    """Return the results of COC_VERIFY's checks in this process so far: the largest errors of each layer."""
+    return CONTROL.verification()
+
+
+def register_symm_mem() -> tuple[str, ...]:
+    """Run torch's async tensor-parallel operators (``torch.ops.symm_mem``) on CPUs and NPUs by this package's.
+
+    Registers kernels of ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` where torch has none, and lets
+    torch.compile's micro-pipeline pass use them. Returns the operators with their dispatch keys; a second call changes
+    nothing. Call it on every rank before torch.compile runs. See docs/symm_mem.md.
+    """
+    # Imports torch's private library of these operators, which no other program needs.
+    from ascend_parallel.patches.symm_mem.registration import register
+
+    return register()
+
+
+def unregister_symm_mem() -> None:
+    """Take back what `register_symm_mem` did; raises `PatchError` if another patch was put on top.
+
+    Programs that were compiled with the kernels have to be compiled again (``torch._dynamo.reset()``).
+    """
+    from ascend_parallel.patches.symm_mem.registration import unregister
+
+    unregister()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -40,7 +41,7 @@ FRAMEWORKS = ("transformers", "torch", "torch, sequence parallel", "deepspeed")
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = options_of(__doc__, rounds=15)
+    parser = options_of(__doc__, rounds=15, json=True)
     parser.add_argument(
         "--chunks",
         default="4",
@@ -50,17 +51,20 @@ def main() -> None:
     for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     options = vars(parser.parse_args())
-    link, rows = options.pop("link"), []
+    link, file, rows, seconds = options.pop("link"), options.pop("json"), [], {}
     for name in options.pop("frameworks").split(";"):
         if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             print("deepspeed is not installed: make compat-deepspeed, then PYTHONPATH=.compat/deepspeed")
             continue
         share, variants = on_ranks("frameworks:rank", RANKS, link=link, limit=1200, title=name, name=name, job=options)
         plain = variants[PLAIN][1]
+        seconds[name] = {chunks: times for chunks, (_, times) in variants.items()}
         for chunks, (first, times) in variants.items():
             ratio = ("1", "") if chunks == PLAIN else _ratio(times, plain)
             communication = f"{100 * share / median(plain):.0f} %" if chunks == PLAIN else ""
             rows.append([name, chunks, milliseconds(times, 0), *ratio, communication, f"{1e3 * first:.0f}"])
+    if file is not None:
+        file.write_text(json.dumps(seconds) + "\n")
     heads = ["framework", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "communication", "first step, ms"]
     print(table(heads, rows))
 

@@ -23,13 +23,17 @@ from ascend_parallel.tuning.launch.user_namespaces import LinkError
 FOLDER = Path(__file__).parent
 
 
-def options_of(text: str | None, *, link: bool = True, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the module's docstring, with --link and --rounds where a benchmark has them."""
+def options_of(
+    text: str | None, *, link: bool = True, rounds: int | None = None, json: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser whose help is the module's docstring, with the options that a benchmark has."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if link:
         parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 1gbit")
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
+    if json:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write every time to this file too; seconds")
     return parser
 
 

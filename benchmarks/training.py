@@ -3,16 +3,21 @@
     python benchmarks/training.py --link 1gbit      about four minutes
     python benchmarks/training.py                   over the loopback, where there is little to hide
     python benchmarks/training.py --link 1gbit --exposed     the communication under which nothing is computed
+    python benchmarks/training.py --link 1gbit --processor   seconds of the processor in place of the clock's
 
 Forward, backward and the optimizer's step, fp32, 2 ranks, in all-reduce mode and with sequence parallelism. The table
 has medians, and the ratio plain / variant, paired by round, with a bootstrap interval. "first step" includes auto's
 search for chunks. With --exposed the table has the communication of a step on rank 0, and the part of it under which
-nothing is computed, from timelines of the overlapped layers; "serial" is COC_MODE=1.
+nothing is computed, from timelines of the overlapped layers; "serial" is COC_MODE=1. With --processor the table has
+what a step takes of a processor, with gloo's threads, on the rank that takes most: where ranks have few cores, no
+overlap can make a step shorter than that.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +52,7 @@ DECIDING = len(TURNS)  # steps after which COC_REGION=auto has decided
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = options_of(__doc__, rounds=15)
+    parser = options_of(__doc__, rounds=15, json=True)
     parser.add_argument(
         "--chunks",
         default="auto,4,4 region",
@@ -57,17 +62,25 @@ def main() -> None:
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--exposed", action="store_true", help="record timelines instead of times")
+    parser.add_argument("--processor", action="store_true", help="measure processor time instead of the clock's")
     options = vars(parser.parse_args())
+    file = options.pop("json")
     found = on_ranks("training:rank", RANKS, link=options.pop("link"), limit=1200, options=options)
     if options["exposed"]:
         print(table(["mode", "COC_PARALLEL_NUM", "communication, ms", "exposed, ms"], _exposed_rows(found)))
         return
+    if file is not None:
+        file.write_text(json.dumps({mode: _seconds(variants) for mode, variants in found.items()}) + "\n")
     rows = [
         [mode, name, milliseconds(times, 0), *_ratio(name, times, variants[PLAIN][1]), f"{1e3 * first:.0f}"]
         for mode, variants in found.items()
         for name, (first, times) in variants.items()
     ]
     print(table(["mode", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "first step, ms"], rows))
+
+
+def _seconds(variants: dict[str, tuple[float, list[float]]]) -> dict[str, list[float]]:
+    return {name: times for name, (_, times) in variants.items()}
 
 
 def _exposed_rows(found: dict[str, dict[str, tuple[float, float]]]) -> list[list[str]]:
@@ -119,7 +132,7 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
     for name in runs:
         for _ in range(DECIDING if name.endswith("=auto") else 0):
             runs[name]()
-    times = in_turn(runs, job["rounds"], warm_up=0)
+    times = in_turn(runs, job["rounds"], warm_up=0, clock=time.process_time if job["processor"] else time.perf_counter)
     runs[PLAIN]()  # restores the plain methods
     return {name: (first[name], times[name]) for name in runs}
 

@@ -19,13 +19,12 @@ from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
+from ascend_parallel.tuning.cost_model.hardware import PUBLISHED_HARDWARE, Hardware, find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, Schedule
 from ascend_parallel.tuning.cost_model.models import find_model
 from ascend_parallel.tuning.cost_model.published import (
     FUSED_BOUND,
     PUBLISHED,
-    PUBLISHED_HARDWARE,
     PUBLISHED_TP,
     Assumptions,
     percent,

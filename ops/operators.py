@@ -277,11 +277,16 @@ def choice_for(
     problem: Problem, group: dist.ProcessGroup, settings: OperatorSettings, device: torch.device, layout: str = ANY
 ) -> Choice:
     """Return kernel and chunks of a call on `group`; at the first call of a shape its ranks may communicate."""
-    if settings.fused and problem.device == "cpu":
-        problem = shm.ask(problem, group, float(settings.time_limit))
-    elif settings.fused and problem.device == "npu":
-        problem = npu.ask(problem)
+    if settings.fused:
+        problem = with_fused_limits(problem, group, float(settings.time_limit))
     return keep_bits(choose(problem, settings), group, device, layout)
+
+
+def with_fused_limits(problem: Problem, group: dist.ProcessGroup, time_limit: float = shm.TIME_LIMIT) -> Problem:
+    """Return `problem` with what decides whether the fused kernel of its device runs it; every rank calls this."""
+    if problem.device == "cpu":
+        return shm.ask(problem, group, time_limit)
+    return npu.ask(problem) if problem.device == "npu" else problem
 
 
 def _new_choice(call: OperatorCall) -> Choice:

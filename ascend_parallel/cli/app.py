@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-import ascend_parallel
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
-from ascend_parallel.cli.commands import Commands
+from ascend_parallel.cli.commands import Command, Commands
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.explain import explain
+from ascend_parallel.cli.options import RAREST
 from ascend_parallel.cli.plan_training import plan_training
 from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
+from ascend_parallel.cli.report.command import report
 from ascend_parallel.cli.timeline import timeline
-from ascend_parallel.diagnostics.doctor import BAD, examine_request
-from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.patch_control import Status
-from ascend_parallel.settings import RAREST, option_name
+from ascend_parallel.version import __version__
+
+if TYPE_CHECKING:
+    from ascend_parallel.patch_control import Status
 
 app = typer.Typer(
     cls=Commands,
@@ -29,21 +31,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Overlap the matmul and the collective of tensor-parallel linear layers.",
 )
-app.command()(doctor)
-app.command()(explain)
-app.command(help=EXAMPLES)(predict)
-app.command()(bench)
-app.command()(tune)
-app.command()(timeline)
-app.command()(propagate)
-app.command()(strategy)
-app.command()(plan_training)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(explain)
+app.command(cls=Command, help=EXAMPLES)(predict)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(tune)
+app.command(cls=Command)(report)
+app.command(cls=Command)(timeline)
+app.command(cls=Command)(propagate)
+app.command(cls=Command)(strategy)
+app.command(cls=Command)(plan_training)
 app.add_typer(checkpoint, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ascend_parallel {ascend_parallel.__version__}")
+        typer.echo(f"ascend_parallel {__version__}")
         raise typer.Exit
 
 
@@ -56,7 +59,7 @@ def root(
     """Overlap the matmul and the collective of tensor-parallel linear layers."""
 
 
-@app.command()
+@app.command(cls=Command)
 def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts.")) -> None:
     """Show the settings of the environment, and the methods that they replace.
 
@@ -64,8 +67,14 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
 
     Example: COC_PARALLEL_NUM=4 ascend-parallel status
     """
-    bad = [finding for finding in examine_request(ascend_parallel._control) if finding.verdict == BAD]
-    current = ascend_parallel.status()
+    from ascend_parallel.diagnostics.doctor import BAD, examine_request
+    from ascend_parallel.patch_control import CONTROL
+
+    if CONTROL.refused is not None:
+        typer.echo(f"ascend-parallel: {CONTROL.refused}", err=True)
+        raise typer.Exit(2)
+    bad = [finding for finding in examine_request(CONTROL) if finding.verdict == BAD]
+    current = CONTROL.status()
     if as_json:
         typer.echo(json.dumps(current.as_dict(), indent=2))
     else:
@@ -77,6 +86,9 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print JSON, for s
 
 def _show(current: Status, bad: set[str]) -> None:
     """Print the status, without the findings of `bad`, which `status` prints to stderr."""
+    from ascend_parallel.overlap.choices import overlap_in_words
+    from ascend_parallel.settings import option_name
+
     console = Console()
     console.print(f"ascend_parallel {current.version}: {current.state}", markup=False, highlight=False)
     if not bad:
@@ -115,7 +127,7 @@ def run(
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     script: str = typer.Argument(help="The training script, or a module with -m, followed by its arguments."),
     every: int = typer.Option(

@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
+from ascend_parallel.cli.options import (
+    DEVICE_DTYPES,
+    DTYPES,
+    MOST_ROWS,
+    TP_HERE,
+    BatchOption,
+    DeviceOption,
+    LayerOption,
+    ModelOption,
+    ParallelOption,
+    SequenceOption,
+    ShapeOption,
+    dtype_of,
+)
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
-from ascend_parallel.text import shown, whole
-from ascend_parallel.tuning.bench import experts
-from ascend_parallel.tuning.bench.results import Row, plot, rows_of, show
-from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
-from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.ranks import call_on_ranks
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
-from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan
-from ascend_parallel.tuning.measured.chunk_plan import read_plan as plan_of
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-LAYERS = ("row", "column")
-SECONDS_A_PASS = 60.0
-MOST_ROWS = 1 << 30
 WIDTH = 160  # of output that is not a terminal
 
-ModelOption = Annotated[str | None, typer.Option(help="A preset's layers: ascend-parallel predict --list.")]
-ShapeOption = Annotated[
-    list[str] | None, typer.Option("--shape", metavar="M,K,N", help="Matmul [M, K] x [K, N]; may be repeated.")
-]
-LayerOption = Annotated[str, typer.Option(help="For --shape: row, column or both.")]
 RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
-SequenceOption = Annotated[int, typer.Option("--seq", min=1, max=MOST_ROWS, help="For --model: sequence length.")]
-BatchOption = Annotated[
-    int, typer.Option("--micro-batch", min=1, max=MOST_ROWS, help="For --model: sequences per micro-batch.")
-]
 ScaleOption = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="For --model: divide its widths by this number.")]
-ParallelOption = Annotated[bool, typer.Option(help="All-gather and reduce-scatter, or all-reduce.")]
 DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
@@ -55,38 +45,20 @@ LinkOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """The layers to time and the conditions."""
-
-    names: list[str]
-    cases: list[dict[str, Any]]
-    ranks: int
-    chunks: list[int]
-    fused: bool
-    rounds: int
-    link: str | None
-    title: str
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which the ranks are ended."""
-        return 60 + SECONDS_A_PASS * 2 * len(self.cases) * max(1.0, self.rounds / 15)
-
-
 def bench(
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
-    tp: RanksOption = 2,
-    seq: SequenceOption = 1024,
+    tp: RanksOption = TP_HERE,
+    seq: SequenceOption = None,
     micro_batch: BatchOption = 1,
     scale: ScaleOption = 1,
     sequence_parallel: ParallelOption = True,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = DEVICE_DTYPES["cpu"],
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     deterministic: Annotated[
         str | None,
         typer.Option(metavar="1|tp", help="Time the values of COC_DETERMINISTIC up to this too, and print all lines."),
@@ -121,27 +93,30 @@ def bench(
 
       ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
     """
+    from ascend_parallel.cli.bench_request import request_of
+    from ascend_parallel.tuning.bench.results import plot, rows_of, show
+
     if moe is not None:
         with errors("bench", LinkError):
-            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, as_json)
+            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, device, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
     with errors("bench", LinkError):
         if plot_file is not None:
             needs_folder("--plot", plot_file)
-        request = _request(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+        request = request_of(
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
-        measured = _measure(request, as_json, orders)
+        measured = request.measure(as_json, orders)
         rows = rows_of(request.names, measured["passes"])
         if as_json:
-            typer.echo(json.dumps(_report(request, measured, rows), indent=1))
+            typer.echo(json.dumps(request.report(measured, rows), indent=1))
         else:
-            show(rows, _conditions(request, measured), console(WIDTH), every=every or bool(orders))
+            show(rows, request.conditions(measured), console(WIDTH), every=every or bool(orders))
         if plot_file is not None:
-            plot(rows, _conditions(request, measured), plot_file)
+            plot(rows, request.conditions(measured), plot_file)
 
 
 def _bench_experts(
@@ -154,13 +129,21 @@ def _bench_experts(
     chunks: str,
     rounds: int,
     link: str | None,
+    device: str | None,
     as_json: bool,
 ) -> None:
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, chunk_counts, requested_device
+    from ascend_parallel.tuning.bench import experts
+    from ascend_parallel.tuning.launch.devices import CPU
+    from ascend_parallel.tuning.launch.ranks import call_on_ranks
+
     if model is not None or shapes:
         raise PlanningError("give one of --model, --shape and --moe")
-    lookup("--dtype", dtype, DTYPES)
+    if device is not None and requested_device(device, tp, link) != CPU:
+        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
+    dtype_of(dtype)
     case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
-    groups = [count for count in _counts(chunks) if count <= case.experts // tp]
+    groups = [count for count in chunk_counts(chunks) if count <= case.experts // tp]
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured = call_on_ranks(
             "ascend_parallel.tuning.bench.experts:measure",
@@ -184,15 +167,16 @@ def tune(
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
-    tp: RanksOption = 2,
-    seq: SequenceOption = 1024,
+    tp: RanksOption = TP_HERE,
+    seq: SequenceOption = None,
     micro_batch: BatchOption = 1,
     scale: ScaleOption = 1,
     sequence_parallel: ParallelOption = True,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = DEVICE_DTYPES["cpu"],
     chunks: ChunksOption = "2,3,4,6,8,12",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
+    device: DeviceOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
     ] = None,
@@ -208,16 +192,20 @@ def tune(
 
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
+    from ascend_parallel.cli.bench_request import request_of
+    from ascend_parallel.tuning.bench.results import rows_of, show
+    from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
+
     with errors("tune", LinkError):
-        request = _request(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link
+        request = request_of(
+            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
         if out is None and link is not None:
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
-        measured = _measure(replace(request, fused=False), as_json)
-        plan = plan_of(measured["plan"])
+        measured = replace(request, fused=False).measure(as_json)
+        plan = read_plan(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
         if path.exists() and not differences(saved := load_plan(str(path), "--out"), plan.machine):
             plan = saved.with_entries(plan.entries)
@@ -226,97 +214,6 @@ def tune(
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
     rows = rows_of(request.names, measured["passes"])
-    show(rows, _conditions(request, measured), console(WIDTH), kept=True)
+    show(rows, request.conditions(measured), console(WIDTH), kept=True)
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
-
-
-def _request(
-    model: str | None,
-    shapes: list[str] | None,
-    layer: str,
-    tp: int,
-    seq: int,
-    micro_batch: int,
-    scale: int,
-    sequence_parallel: bool,
-    dtype: str,
-    chunks: str,
-    rounds: int,
-    link: str | None,
-) -> BenchRequest:
-    if (model is None) == (not shapes):
-        raise PlanningError("give either --model or --shape")
-    chosen = lookup("--dtype", dtype, DTYPES)
-    if model is not None:
-        wide = find_model(model)
-        batch = Batch(
-            sequence=seq,
-            micro_batch=micro_batch,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            dtype=chosen,
-            device="cpu",
-        )
-        names, cases = model_cases(scaled(wide, scale), batch)
-        title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
-    else:
-        kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
-        names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
-        title = "shapes"
-    counts = _counts(chunks)
-    return BenchRequest(
-        names=names,
-        cases=cases,
-        ranks=tp,
-        chunks=counts,
-        fused=True,
-        rounds=rounds,
-        link=link,
-        title=f"{title}, {dtype}",
-    )
-
-
-def _counts(chunks: str) -> list[int]:
-    counts = [whole(text) or 0 for text in chunks.split(",")]
-    if min(counts) < 2 or max(counts) > 64:
-        raise PlanningError(
-            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
-        )
-    return counts
-
-
-def _measure(request: BenchRequest, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
-    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
-        measured: dict[str, Any] = call_on_ranks(
-            "ascend_parallel.tuning.bench.passes:measure",
-            request.ranks,
-            limit=request.limit,
-            link=request.link,
-            on_progress=lambda line: status.update(line.replace("[", r"\[")),
-            cases=request.cases,
-            chunks=request.chunks,
-            fused=request.fused and request.link is None,
-            rounds=request.rounds,
-            deterministic=list(deterministic),
-        )
-    return measured
-
-
-def _conditions(request: BenchRequest, measured: dict[str, Any]) -> str:
-    over = f"a link of {request.link}" if request.link else "loopback"
-    return (
-        f"{request.title}; {request.ranks} ranks of one thread over {over}; torch {measured['torch']}; "
-        f"medians of {request.rounds} rounds, ms"
-    )
-
-
-def _report(request: BenchRequest, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    return {
-        "conditions": _conditions(request, measured),
-        "ranks": request.ranks,
-        "link": request.link,
-        "passes": [row.as_dict() for row in rows],
-        "times": [result["times"] for result in measured["passes"]],
-        "plan": measured["plan"],
-    }

@@ -9,14 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.tree import Tree
 
-from ascend_parallel.cli.commands import Commands
+from ascend_parallel.cli.commands import Command, Commands
 from ascend_parallel.cli.output import console, errors, needs_sharding, progress_console
 from ascend_parallel.text.folded_rows import fold
 
@@ -36,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 Step = Annotated[int | None, typer.Option(min=0, help="Step in a folder of checkpoints; default: the latest.")]
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
     step: Step = None,
@@ -59,7 +58,7 @@ def show(
     console(WIDTH, highlight=False).print(_tree(description, full))
 
 
-@app.command(name="convert")
+@app.command(cls=Command, name="convert")
 def convert_command(
     path: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
     out: Annotated[Path, typer.Argument(help="The file to write; a folder with --to dcp.")],
@@ -81,6 +80,8 @@ def convert_command(
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
     needs_sharding("checkpoint")
+    import torch
+
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import convert, open_source
@@ -96,7 +97,7 @@ def convert_command(
     typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     first: Annotated[Path, typer.Argument(help="A checkpoint, a Megatron-core directory, or a .safetensors file.")],
     second: Annotated[Path, typer.Argument(help="A second checkpoint of any of these formats.")],

@@ -1,19 +1,34 @@
-"""The group of all commands: wrong input is an error of one line, and every command has --version."""
+"""A command, and the group of all: wrong input is an error of one line, and every command has --version.
+
+A command's module imports what its help needs, and no torch. Its function imports the rest when it runs.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ascend_parallel.text import shown
 
 # The class of errors about the command line, which typer does not export.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Command(TyperCommand):
+    """A command that reads the settings of the environment when it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Put the settings in force, and run the command; a refusal is left to the command."""
+        from ascend_parallel.patch_control import CONTROL
+
+        CONTROL.configure_once(os.environ)
+        return super().invoke(ctx)
 
 
 class Commands(TyperGroup):

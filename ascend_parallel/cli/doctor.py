@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 
-import ascend_parallel
 from ascend_parallel.cli.output import console, progress_console
-from ascend_parallel.diagnostics.doctor import Report, examine
+
+if TYPE_CHECKING:
+    from ascend_parallel.diagnostics.doctor import Report
 
 WIDTH = 120  # of output that is not a terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
@@ -32,12 +34,15 @@ def doctor(
 
       COC_PARALLEL_NUM=4 ascend-parallel doctor --group 2
     """
+    from ascend_parallel.diagnostics.doctor import examine
+    from ascend_parallel.patch_control import CONTROL
+
     if group == 1:
         raise typer.BadParameter("one rank has nothing to communicate: give 2 or more", param_hint="--group")
     if os.environ.get("RANK", "0") != "0":
         return
     with progress_console(as_json).status("examining") as line:
-        report = examine(ascend_parallel._control, group, lambda step: line.update(f"examining {step}"))
+        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"))
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import ascend_parallel
-from ascend_parallel.cli.bench import (
+from ascend_parallel.cli.options import (
+    DEVICE_DTYPES,
     DTYPES,
     LAYERS,
+    MOST_RANKS,
+    SEQUENCE,
+    TP,
     BatchOption,
     LayerOption,
     ModelOption,
     ParallelOption,
     SequenceOption,
     ShapeOption,
+    dtype_of,
 )
 from ascend_parallel.cli.output import console, errors
-from ascend_parallel.cli.predict import MOST_RANKS
-from ascend_parallel.ops.registry import Explanation, name_of
-from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.bench.shapes import shape_linears
-from ascend_parallel.tuning.cost_model.models import Batch, Linear, find_model, layer_linears
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 
-DEVICES = ("npu", "cpu")
+if TYPE_CHECKING:
+    from ascend_parallel.ops.registry import Explanation
+    from ascend_parallel.settings import Settings
+    from ascend_parallel.tuning.cost_model.models import Batch, Linear
+
 DIRECTIONS = ("forward", "backward")
 WIDTH = 150
 MODULES = {"megatron": "megatron.", "transformers": "transformers.", "torch": "torch.", "deepspeed": "deepspeed."}
@@ -37,12 +40,14 @@ def explain(
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
-    tp: Annotated[int, typer.Option(min=2, max=MOST_RANKS, help="Tensor-parallel ranks.")] = 8,
-    seq: SequenceOption = 4096,
+    tp: Annotated[int, typer.Option(min=2, max=MOST_RANKS, help="Tensor-parallel ranks.")] = TP,
+    seq: SequenceOption = None,
     micro_batch: BatchOption = 1,
     sequence_parallel: ParallelOption = True,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
-    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "npu",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: bfloat16 on an NPU, float32 on a CPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(help=", ".join(DEVICE_DTYPES))] = "npu",
     chip: Annotated[str, typer.Option(help="Name of the NPU, such as Ascend910B1, for its fused operators.")] = "",
     framework: Annotated[
         str | None, typer.Option(help=f"Say too whether its layers are replaced: {', '.join(MODULES)}.")
@@ -61,23 +66,25 @@ def explain(
 
       COC_PARALLEL_NUM=4 ascend-parallel explain --shape 2048,1024,1024 --tp 2 --device cpu --framework megatron
     """
+    from ascend_parallel.settings import current_settings
+    from ascend_parallel.tuning.cost_model.models import Batch, find_model, layer_linears
+
     with errors("explain"):
         if (model is None) == (not shape):
             raise PlanningError("give either --model or --shape")
-        place = lookup("--device", device, {name: name for name in DEVICES})
+        place = lookup("--device", device, {name: name for name in DEVICE_DTYPES})
         prefix = None if framework is None else lookup("--framework", framework, MODULES)
+        described = None if model is None else find_model(model)
         batch = Batch(
-            sequence=seq,
+            sequence=seq or (described and described.sequence) or SEQUENCE,
             micro_batch=micro_batch,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            dtype=lookup("--dtype", dtype, DTYPES),
+            dtype=dtype_of(dtype or DEVICE_DTYPES[place]),
             device=place,
         )
-        linears = (
-            layer_linears(find_model(model), batch) if model is not None else _of_shapes(shape or [], layer, batch)
-        )
-        settings = ascend_parallel.status().settings
+        linears = _of_shapes(shape or [], layer, batch) if described is None else layer_linears(described, batch)
+        settings = current_settings()
         found = [passed for linear in linears for passed in _passes(linear, chip, settings)]
         state = None if prefix is None else _state(str(framework).lower(), prefix)
     if as_json:
@@ -99,12 +106,16 @@ def _show(state: dict[str, Any] | None, found: list[tuple[Linear, str, Explanati
 
 
 def _of_shapes(shapes: list[str], layer: str, batch: Batch) -> list[Linear]:
-    kinds = lookup("--layer", layer, {"both": LAYERS, "row": ("row",), "column": ("column",)})
+    from ascend_parallel.tuning.bench.shapes import shape_linears
+
+    kinds = lookup("--layer", layer, LAYERS)
     return shape_linears(shapes, kinds, batch.tp, batch.sequence_parallel, batch.dtype, batch.device)
 
 
 def _passes(linear: Linear, chip: str, settings: Settings) -> list[tuple[Linear, str, Explanation]]:
     """Return the explanation of each direction of a layer that has a collective."""
+    from ascend_parallel.overlap.choices import explain as explain_problem
+
     found = []
     for direction in DIRECTIONS:
         problem = linear.problem(direction)
@@ -117,20 +128,24 @@ def _passes(linear: Linear, chip: str, settings: Settings) -> list[tuple[Linear,
                 comm_mode=settings.comm_mode,
                 fused_ranks=settings.fused_ranks,
             )
-            found.append((linear, direction, ascend_parallel.explain(asked, settings)))
+            found.append((linear, direction, explain_problem(asked, settings)))
     return found
 
 
 def _shared_memory() -> str | None:
     """Return why ranks of this machine cannot share memory, or None."""
-    state = ascend_parallel.status().kernels["shm"]
+    from ascend_parallel.patch_control import CONTROL
+
+    state = CONTROL.status().kernels["shm"]
     return None if state == "available" else state
 
 
 def _state(name: str, prefix: str) -> dict[str, Any]:
     """Return whether a framework's layers are replaced on this machine, with the methods and their reasons."""
-    misfits = ascend_parallel._control.try_apply() if ascend_parallel.status().settings.enabled else {}
-    status = ascend_parallel.status()
+    from ascend_parallel.patch_control import CONTROL
+
+    misfits = CONTROL.try_apply() if CONTROL.status().settings.enabled else {}
+    status = CONTROL.status()
     patches = [
         {"target": patch.target, "replaced": patch.applied, "reason": patch.reason}
         for patch in status.patches
@@ -141,6 +156,8 @@ def _state(name: str, prefix: str) -> dict[str, Any]:
 
 
 def _plain(linear: Linear, direction: str, reasons: Explanation) -> dict[str, Any]:
+    from ascend_parallel.ops.registry import name_of
+
     choice = reasons.choice
     return {
         "layer": linear.name,

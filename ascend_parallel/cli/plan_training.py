@@ -13,7 +13,6 @@ from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, pro
 from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
-from ascend_parallel.tuning.cost_model.models import find_model
 from ascend_parallel.tuning.cost_model.tables import lookup
 
 MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 30
@@ -116,6 +115,7 @@ def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: s
     from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
     from ascend_parallel.training.degrees.search import SearchResult, search_traced
     from ascend_parallel.training.loss import mean_loss
+    from ascend_parallel.tuning.cost_model.models import find_model
 
     preset = find_model(name)
     length = seq or preset.sequence or SEQUENCE

@@ -5,35 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
+from ascend_parallel.cli.options import DTYPES, MOST_RANKS, MOST_ROWS, TP, SequenceOption, dtype_of
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
+    PUBLISHED_HARDWARE,
     Hardware,
     all_hardware,
     find_hardware,
     read_hardware,
 )
-from ascend_parallel.tuning.cost_model.layer_passes import BEST
-from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
-from ascend_parallel.tuning.cost_model.models import Model, all_models, find_model, read_model
-from ascend_parallel.tuning.cost_model.published import PUBLISHED, PUBLISHED_HARDWARE, Assumptions, compare
-from ascend_parallel.tuning.cost_model.published_report import show_published
-from ascend_parallel.tuning.cost_model.report import predict as predicted
-from ascend_parallel.tuning.cost_model.report import show, show_sources, summary
-from ascend_parallel.tuning.cost_model.step import Layout, step_work
-from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, require
-from ascend_parallel.tuning.published.report import compare_runs, show_runs
-from ascend_parallel.tuning.step_time.lanes import page
+from ascend_parallel.tuning.cost_model.tables import PlanningError, require
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+if TYPE_CHECKING:
+    from ascend_parallel.tuning.cost_model.models import Model
+    from ascend_parallel.tuning.cost_model.published import Assumptions
+
 WIDTH = 150
-MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
 EXAMPLES = """Predict the gain of overlap for a model, per layer and end to end, from a cost model; needs no device.
 
 Examples:
@@ -67,9 +60,6 @@ LinkRate = Annotated[str | None, typer.Option(help="Rate of each rank's link, su
 TensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel ranks.")]
 Replicas = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas.")]
 Stages = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages.")]
-Sequence = Annotated[
-    int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequence length; default: the model's, or 4096.")
-]
 MicroBatch = Annotated[int | None, typer.Option(min=1, max=MOST_ROWS, help="Sequences per micro-batch; default: 1.")]
 MicroBatches = Annotated[
     int | None, typer.Option(min=1, max=MOST_ROWS, help="Micro-batches per step and replica; default: 8 per stage.")
@@ -90,7 +80,7 @@ OverlapGradients = Annotated[
     bool, typer.Option("--overlap-gradients", help="Sum gradients under the last backward, in buckets.")
 ]
 RecomputeLayers = Annotated[int, typer.Option(min=0, help="Layers of each stage that are recomputed; 0: all.")]
-Recompute = Annotated[str, typer.Option(help=f"Activation recompute: {', '.join(RECOMPUTE)}.")]
+Recompute = Annotated[str, typer.Option(help="Activation recompute: none, selective or full.")]
 Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")]
 LaunchTime = Annotated[float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")]
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with the lanes of a step with the best chunks.")]
@@ -115,10 +105,10 @@ def predict(
     hardware: HardwareName = None,
     hardware_file: HardwareFile = None,
     link: LinkRate = None,
-    tp: TensorRanks = 8,
+    tp: TensorRanks = TP,
     dp: Replicas = 1,
     pp: Stages = 1,
-    seq: Sequence = None,
+    seq: SequenceOption = None,
     micro_batch: MicroBatch = None,
     micro_batches: MicroBatches = None,
     sequence_parallel: SequenceParallel = None,
@@ -138,6 +128,11 @@ def predict(
     gains: Gains = False,
 ) -> None:
     """Run the command; the help text is `EXAMPLES`."""
+    from ascend_parallel.tuning.cost_model.published import PUBLISHED, Assumptions, compare
+    from ascend_parallel.tuning.cost_model.published_report import show_published
+    from ascend_parallel.tuning.cost_model.report import show
+    from ascend_parallel.tuning.cost_model.step import Layout
+
     out = console(WIDTH)
     with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
         if published:
@@ -166,7 +161,7 @@ def predict(
                 zero=zero,
                 overlap_gradients=overlap_gradients,
             ),
-            dtype=lookup("--dtype", dtype or machine.dtype, DTYPES),
+            dtype=dtype_of(dtype or machine.dtype),
             tp=tp,
             cp=cp,
             sequence=seq,
@@ -189,11 +184,18 @@ def predict(
 
 
 def _predicted(model: Model, work: Assumptions) -> dict[str, Any]:
+    from ascend_parallel.tuning.cost_model.report import predict as predicted
+
     batch = work.batch(model, work.sequence_parallel is not False)
     return predicted(model, batch, work.layout, work.hardware)
 
 
 def _lanes(model: Model, work: Assumptions, prediction: dict[str, Any]) -> str:
+    from ascend_parallel.tuning.cost_model.layer_passes import BEST
+    from ascend_parallel.tuning.cost_model.report import summary
+    from ascend_parallel.tuning.cost_model.step import step_work
+    from ascend_parallel.tuning.step_time.lanes import page
+
     batch = work.batch(model, work.sequence_parallel is not False)
     step = step_work(work.costs, model, batch, work.layout, BEST)
     return page(step, f"{model.name} on {work.hardware.name}: a predicted step", summary(prediction))
@@ -209,6 +211,8 @@ def _refuse_beside(
 
 
 def _show_published(out: Console, as_json: bool) -> None:
+    from ascend_parallel.tuning.published.report import compare_runs, show_runs
+
     with progress_console(as_json).status("predicting"):
         comparison = compare_runs()
     if as_json:
@@ -227,12 +231,16 @@ def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: 
 
 
 def _model(name: str | None, path: Path | None) -> Model:
+    from ascend_parallel.tuning.cost_model.models import all_models, find_model, read_model
+
     if (name is None) == (path is None):
         raise PlanningError(f"give either --model or --model-file. Known: {', '.join(all_models())}")
     return read_model(path) if path is not None else find_model(name or "")
 
 
 def _show_sources(machine: Hardware, out: Console, as_json: bool) -> None:
+    from ascend_parallel.tuning.cost_model.report import show_sources
+
     if not as_json:
         show_sources(machine, out)
         return
@@ -241,6 +249,8 @@ def _show_sources(machine: Hardware, out: Console, as_json: bool) -> None:
 
 
 def _list(out: Console, as_json: bool) -> None:
+    from ascend_parallel.tuning.cost_model.models import all_models
+
     if as_json:
         models = [
             {"name": model.name, "title": model.title, "parameters": model.count_parameters()}

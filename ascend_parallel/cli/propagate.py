@@ -10,17 +10,19 @@ import sys
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
+from ascend_parallel.cli.options import MOST_RANKS
 from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
-from ascend_parallel.tuning.cost_model.models import find_model
 
-MOST_RANKS, MOST_BYTES = 1 << 20, 1e18
+if TYPE_CHECKING:
+    import torch
+
+MOST_BYTES = 1e18
 HARDWARE = "Hardware of the costs: a name (ascend-parallel predict --list), or a TOML file of your own numbers."
 
 
@@ -79,6 +81,8 @@ def propagate(
       ascend-parallel propagate my_models:llama_70b --mesh dp=8,mp=8 --semi-auto dp --memory-limit 64GB
     """
     needs_sharding("propagate")
+    import torch
+
     from ascend_parallel.sharding import advise, trace
     from ascend_parallel.sharding import propagate as plan_layouts
     from ascend_parallel.sharding.mesh import ProcessMesh
@@ -162,6 +166,8 @@ def bytes_of(text: str, option: str = "--memory-limit") -> float:
 
 def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
     """Call the named function; return the model, its arguments, and the keyword arguments or the loss."""
+    import torch
+
     where, _, name = text.rpartition(":")
     if not where:
         raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
@@ -196,6 +202,7 @@ def refuse_sizes(text: str, batch: int | None, seq: int | None) -> None:
 def _built(text: str, ranks: int, batch: int | None, seq: int | None) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
     """Return model, batch and loss of a function, or of a preset as plan-training plans it for so many ranks."""
     from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch
+    from ascend_parallel.tuning.cost_model.models import find_model
 
     if ":" in text:
         refuse_sizes(text, batch, seq)

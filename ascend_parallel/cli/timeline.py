@@ -7,22 +7,21 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
 from ascend_parallel.cli.output import console, errors, progress_console
-from ascend_parallel.diagnostics.timeline.merge import MergedTimeline, cell, clock, columns, merge
-from ascend_parallel.diagnostics.timeline.table import Row
+
+if TYPE_CHECKING:
+    from ascend_parallel.diagnostics.timeline.merge import MergedTimeline
+    from ascend_parallel.diagnostics.timeline.table import Row
 
 WIDTH = 130  # of a table written to a file
 
-app = typer.Typer(help="Timelines recorded with COC_TIMELINE.")
 
-
-@app.command()
 def timeline(
     folder: Annotated[Path, typer.Argument(help="The folder that COC_TIMELINE named.")],
     against: Annotated[
@@ -41,6 +40,8 @@ def timeline(
 
     Example: COC_PARALLEL_NUM=4 COC_TIMELINE=spans torchrun ... ; ascend-parallel timeline spans
     """
+    from ascend_parallel.diagnostics.timeline.merge import merge
+
     with errors("timeline"), progress_console(as_json).status("merging the ranks' files"):
         merged = merge(folder, run, against)
         written, missing = merged.write(out or folder, png)
@@ -63,8 +64,13 @@ def _plain(merged: MergedTimeline, written: Sequence[Path]) -> dict[str, object]
 
 
 def _show(merged: MergedTimeline, written: Sequence[Path], missing: Sequence[str]) -> None:
-    out = console(WIDTH)
-    out.print(_table(merged.about, merged.rows()))
+    from ascend_parallel.diagnostics.timeline.merge import clock, columns
+
+    out, rows = console(WIDTH), merged.rows()
+    out.print(_table(merged.about, rows))
+    for name, _, _, meaning in columns(rows):
+        out.print(f"{name}: {meaning}", markup=False, highlight=False, soft_wrap=True)
+    out.print()
     for shift in merged.shifts:
         out.print(f"clock of {clock(shift)}", markup=False, highlight=False, soft_wrap=True)
     for note in [*merged.notes, *missing]:
@@ -74,6 +80,8 @@ def _show(merged: MergedTimeline, written: Sequence[Path], missing: Sequence[str
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
+    from ascend_parallel.diagnostics.timeline.merge import cell, columns
+
     silent = sum(not row.comm and row.comm is not None for row in rows)
     others = f"; {silent} passes without communication are in the report" if silent else ""
     shown = Table(title=f"{title}: medians in ms{others}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))

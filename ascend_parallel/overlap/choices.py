@@ -8,10 +8,11 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops import registry
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, problem_of
-from ascend_parallel.ops.registry import Choice, choose, usual_chunks
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
+from ascend_parallel.ops.registry import Choice, Explanation, choose, usual_chunks
+from ascend_parallel.settings import Settings, current_settings
 
 # Chunks of a row layer in a region whose plan keeps the layer whole, if COC_PARALLEL_NUM gives none.
 CHUNKS_UNLESS_PLANNED = 4
@@ -97,6 +98,17 @@ def region_settings(
 def _unplanned(settings: Settings) -> Settings:
     count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
     return replace(settings, num_chunks=count, plan=None, strict=False)
+
+
+def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
+    """Return the kernel and chunks that would run `problem`, with the reason against each other kernel; print it.
+
+    `settings` None: the settings in force. Whether a group can share memory is known only for a real group, so set
+    ``shm`` in a problem described by hand (``shm=None``: it can).
+    """
+    given = current_settings() if settings is None else settings
+    explanation = registry.explain(problem, given)
+    return replace(explanation, region=explain_region(explanation.choice, given))
 
 
 def explain_region(choice: Choice, settings: Settings) -> str:

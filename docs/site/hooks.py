@@ -1,4 +1,6 @@
-"""MkDocs' hooks: pages that lie outside of docs/, and links that are right on the site as in the tree.
+"""MkDocs' hooks: pages outside of docs/, links that are right on the site as in the tree, a search for Chinese words.
+
+Chinese has no spaces between words, so the search's index cuts the text before every word of the vocabulary.
 
 A link in a page is relative to the page's place in the repository, as on GitHub. On the site a link to a page of the
 site leads to that page, and one to another file of the tree to the repository. A link to what is not there is a
@@ -11,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +21,7 @@ LOG = logging.getLogger("mkdocs.hooks.links")
 # The pages outside of docs/, by their place in the tree, with their place on the site.
 ELSEWHERE = {
     "README.md": "index.md",
+    "README.zh.md": "index.zh.md",
     **{
         name: name
         for name in (
@@ -32,13 +36,34 @@ ELSEWHERE = {
 }
 PLACES = {page: name for name, page in ELSEWHERE.items()}
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+HAN = r"[\u4e00-\u9fff]"
+# What lies between the words of a search, beside spaces and dashes: punctuation and particles of Chinese.
+PARTICLES = "的在与和或把被由从则各每该是为对将及等了"
+GAPS = rf"\s\-\u200b\u3000-\u303f\uff00-\uff0f\uff1a-\uff20\u2018-\u201d\u2026{PARTICLES}"
 CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
+@event_priority(100)
 def on_config(config: Any) -> Any:
-    """Replace the name of a folder in the navigation, such as decisions/, by its pages, index.md first."""
+    """Replace a folder in the navigation, such as decisions/, by its pages, index.md first; set the search's words."""
     config.nav = _with_folders(config.nav)
+    config.plugins["material/search"].config.separator = separator()
     return config
+
+
+def separator() -> str:
+    """Return the expression, the same in Python and JavaScript, at which the search cuts a text into words.
+
+    A search finds words by how they begin. So every word of the vocabulary's second column begins a word wherever it
+    stands, but for one sign behind the beginning of another, as in 序列并行. Other Chinese words begin behind gaps. A
+    sign that would stand alone is left out: the search shortens a query to such a sign if it begins with it.
+    """
+    chinese = (ROOT / "docs" / "vocabulary.md").read_text(encoding="utf-8").partition("## Chinese")[2]
+    column = " ".join(re.findall(r"^\|[^|]*\|([^|]*)\|", chinese, re.MULTILINE))
+    words = sorted(set(re.findall(f"{HAN}{HAN}+", column)))
+    starts = "|".join("".join(f"(?<!{one[0]})" for one in words if one.find(word) == 1) + word for word in words)
+    alone = f"(?:(?<!{HAN})|(?<=[{PARTICLES}])){HAN}(?=(?!{HAN})|[{PARTICLES}]|{starts})"
+    return f"(?={starts})|(?:[{GAPS}]|{alone})+"
 
 
 def _with_folders(nav: Any) -> Any:

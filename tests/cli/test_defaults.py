@@ -6,6 +6,8 @@ import json
 import typer
 from typer.testing import CliRunner
 
+from ascend_parallel import settings
+from ascend_parallel.cli import options
 from ascend_parallel.cli.app import app
 from ascend_parallel.sharding import advise, propagate
 from ascend_parallel.training import Strategy
@@ -31,6 +33,29 @@ def test_the_hardware_is_the_same_everywhere():
     functions = [argument(each, "hardware") for each in (propagate, advise, search_degrees)]
     commands = [option(each, "hardware") for each in ("propagate", "plan-training")]
     assert {*functions, *commands, Strategy(mesh={"dp": 1}).hardware} == {DEFAULT_HARDWARE}
+
+
+def test_ranks_sequences_and_dtypes_are_the_same_everywhere():
+    """8 ranks, or 2 where they are started here; the model's sequence, or 4096; the device's dtype."""
+    found = {
+        each: tuple(option(each, name) for name in ("tp", "seq", "dtype"))
+        for each in ("predict", "explain", "bench", "tune")
+    }
+    here, cluster = (2, None, "float32"), (8, None, None)
+    assert found == {"predict": cluster, "explain": cluster, "bench": here, "tune": here}
+    assert option("plan-training", "seq") is None and option("plan-training", "dtype") is None
+    assert options.RAREST == settings.RAREST
+    helps = {
+        each.help
+        for command in ("predict", "explain", "bench", "tune")
+        for each in COMMANDS[command].params
+        if each.name == "seq"
+    }
+    assert helps == {"Sequence length; default: the model's, or 4096."}
+    for device, dtype in (("npu", "bfloat16"), ("cpu", "float32")):
+        words = ["explain", "--model", "llama3-8b", "--device", device, "--json"]
+        passes = json.loads(CliRunner().invoke(app, words).stdout)["passes"]
+        assert all(dtype in one["problem"] and "8192" in one["problem"] for one in passes), passes
 
 
 def test_a_prediction_without_hardware_is_for_the_default():

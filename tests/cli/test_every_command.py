@@ -45,6 +45,7 @@ CALLS = {
     ("predict",): ("--model", "llama2-7b"),
     ("bench",): TIMED,
     ("tune",): (*TIMED, "--out", "{folder}/plan.json"),
+    ("report",): ("--ranks", "2", "--quick", "--only", "links", "--out", "{folder}"),
     ("timeline",): ("{folder}/spans", "--no-png"),
     ("propagate",): (MODEL, "--mesh", "mp=2"),
     ("strategy",): (PLANNED, "--config", GPT),
@@ -253,6 +254,30 @@ def test_the_help_at_80_columns_has_whole_names_and_flags_without_a_type(words):
     assert [name for name in names if not re.search(rf"{name}\b", text)] == []
     assert "<bool>" not in text and "…" not in text and "..." not in text.partition("Commands:")[2]
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_no_help_imports_torch():
+    """Torch takes seconds. The first words start the command as users do; the others in one process, for time."""
+    start = "import sys; sys.argv = ['ascend-parallel', '--help']; from ascend_parallel.__main__ import main\n"
+    code = f"""{start}
+import json
+from typer.testing import CliRunner
+from ascend_parallel.cli.app import app
+loaded = lambda: [name for name in ("torch", "numpy") if name in sys.modules]
+assert not loaded(), "the import of the command line"
+for words in json.loads({json.dumps(json.dumps([[], *COMMANDS]))}):
+    result = CliRunner().invoke(app, [*words, "--help"], prog_name="ascend-parallel")
+    assert result.exit_code == 0 and "Usage: ascend-parallel" in result.stdout, result.output
+    assert not loaded(), words
+assert main.__module__ == "ascend_parallel.__main__"
+CliRunner().invoke(app, ["explain", "--shape", "64,64,64"])
+assert loaded(), "this test cannot fail"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    words = [sys.executable, "-X", "importtime", "-m", "ascend_parallel", "--help"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "plan-training" in ended.stdout
+    assert "ascend_parallel.cli.app" in ended.stderr and not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)
 
 
 def test_status_names_settings_as_users_do():

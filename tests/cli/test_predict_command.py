@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from ascend_parallel.cli import predict as command
 from ascend_parallel.tuning import cost_model
-from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
+from ascend_parallel.tuning.cost_model.hardware import PUBLISHED_HARDWARE, all_hardware, find_hardware
 from ascend_parallel.tuning.cost_model.models import all_models
-from ascend_parallel.tuning.cost_model.published import PUBLISHED_HARDWARE
 
 # As MindSpeed's communication-over-computation.md publishes them.
 GAINS = {"bloom-7b": 0.0320, "bloom-176b": 0.0547, "llama2-70b": 0.0785}

@@ -3,12 +3,13 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from timelines import made
 from typer.testing import CliRunner
 
-from ascend_parallel.cli.timeline import app
+from ascend_parallel.cli.app import app
 from ascend_parallel.diagnostics.timeline.files import write
 
 
@@ -20,7 +21,7 @@ def folder(tmp_path):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["timeline", *(str(argument) for argument in arguments)])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -29,6 +30,10 @@ def test_the_command_writes_and_shows(folder):
     assert code == 0
     assert "mlp.<fc2>" in out
     assert "40.00" in out
+    page = (Path(__file__).parents[2] / "docs/timeline.md").read_text()
+    for name in re.search(r"T  .*", out)[0].split():  # the table's header
+        (line,) = re.findall(rf"^{name}: .+$", out, re.MULTILINE)
+        assert line in page
     assert {path.name for path in folder.iterdir() if path.suffix != ".jsonl"} == {"trace.json", "report.html"}
     code, out, _ = run(folder, "--json", "--no-png", "--out", folder / "elsewhere")
     assert code == 0

@@ -1,9 +1,14 @@
 """constraints.txt pins everything that `make` installs: what pyproject.toml names, and what that brings with it."""
 
 import importlib.metadata
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -24,12 +29,11 @@ def pinned():
     return [canonicalize_name(one.name) for one in found]
 
 
-def named():
-    """The requirements of the package with all that `make` asks for, but for the package itself."""
+def named(asked=("megatron", "transformers", "plot", "sharding", "test", "docs", "dev")):
+    """The requirements of the package with these extras, by default all that `make` asks for, but for itself."""
     tomllib = pytest.importorskip("tomllib", reason="Python is older than 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = ("megatron", "transformers", "plot", "sharding", "test", "docs", "dev")
     texts = [*project["dependencies"], *(text for extra in asked for text in extras[extra])]
     return [one for one in map(Requirement, texts) if canonicalize_name(one.name) != "ascend-parallel" and applies(one)]
 
@@ -61,3 +65,41 @@ def test_every_package_that_is_installed_is_pinned():
 def test_no_package_is_pinned_twice():
     pins = pinned()
     assert sorted(pins) == sorted(set(pins))
+
+
+ABSENT = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in names else self.finder.find_spec(name, path, target)
+names = set(sys.argv.pop(1).split(","))
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def test_the_demo_runs_with_what_make_demo_installs(tmp_path):
+    """Its comparison is imported and predicts, its training takes a step, where every other package is missing."""
+    (extra,) = re.findall(r'--editable "\.\[(\w+)\]"', (ROOT / "Makefile").read_text())
+    installed = {*brought(named([extra])), "setuptools", "ascend-parallel", "pip"}
+    homes = importlib.metadata.packages_distributions()
+    for copied in (Path(setuptools.__file__).parent / "_vendor").iterdir():  # setuptools has its own of these
+        homes.pop(copied.name.removesuffix(".py"), None)
+    absent = [name for name, all_ in homes.items() if not installed & {canonicalize_name(one) for one in all_}]
+    assert {"scipy", "transformers", "matplotlib"} <= {*absent} and not {"torch", "megatron", "rich"} & {*absent}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environ = {
+        **os.environ,
+        **rank,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "COC_PARALLEL_NUM": "4",
+        "PYTHONPATH": str(ROOT / "examples/gpt"),
+    }
+    for code in ("import compare; print(compare.predicted_gain())", "import train; train.main()"):
+        words = [sys.executable, "-c", ABSENT + code, ",".join(absent), "--steps", "1"]
+        ended = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        assert "Predicted" in ended.stdout or "step   0" in ended.stdout

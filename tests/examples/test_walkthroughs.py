@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from walkthrough import losses, missing, walk
+from walkthrough import losses, missing, steps, unshown, walk
 
 from ascend_parallel.training import Strategy
 
@@ -12,11 +12,14 @@ def test_a_line_that_is_not_printed_is_missing():
     printed = "layer   1.5 ms\nfast  (0.99x)"
     assert missing(["layer 2.75 ms", "fast ..."], printed) == []
     assert missing(["layers 2.75 ms", "fast (0.99)"], printed) == ["layers 2.75 ms", "fast (0.99)"]
+    assert unshown(["layer 2.75 ms", "...t (...)"], printed) == []
+    assert unshown(["layer 2.75 ms"], printed) == ["fast  (0.99x)"]
 
 
 @pytest.mark.slow
 def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
     plain, status, overlapped, verified, seen = walk("examples/for_megatron_users/README.md", tmp_path)
+    assert unshown(steps("examples/for_megatron_users/README.md")[0][1], plain) == []
     assert len(losses(plain)) == 4
     assert float(losses(plain)[-1]) < float(losses(plain)[0]) - 1
     assert losses(plain) == losses(overlapped) == losses(verified) == losses(seen)

@@ -38,7 +38,7 @@ def last_line():
     said = []
     log = patch.object(patch_control.log, "warning", lambda text, *args: said.append(text % args))
     with log, patch.dict(os.environ, RANK="0"):
-        ascend_parallel._control.warn_if_idle()
+        patch_control.CONTROL.warn_if_idle()
     return said
 
 

@@ -1,14 +1,18 @@
 """The mechanics of patches, on a test class and on the real Megatron-core."""
 
+import ast
 import functools
+import os
 import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from launch import launch
 
+import ascend_parallel
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet, in_range
 from ascend_parallel.patches.megatron import NEWEST, VERSIONS
 
@@ -172,6 +176,44 @@ def test_exporting_the_variable_is_enough():
     off = {"COC_PARALLEL_NUM": "4", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     files = outputs(FORWARD, {"COC_PARALLEL_NUM": "4"}, {"USE_COC_FUSED_KERNEL": "1"}, off)
     assert [file.endswith("patches/megatron/layers.py") for file in files] == [True, True, False]
+
+
+def test_an_import_reads_the_variables_at_once_unless_the_program_is_our_own_command(tmp_path):
+    """The command reads them when it runs something; a program that only looks like the command is a program."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from ascend_parallel import *\n"
+        "import ascend_parallel.settings, megatron.core.tensor_parallel.layers as layers\n"
+        "print(ascend_parallel.settings.current_settings().num_chunks, status().settings.num_chunks,\n"
+        "      layers.ColumnParallelLinear.forward.__code__.co_filename, column_linear.__name__)\n"
+    )
+    environ = {**os.environ, "COC_PARALLEL_NUM": "3", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+    def run(*words):
+        return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
+
+    program = run(sys.executable, str(script), "-m", "ascend_parallel").stdout
+    assert program.startswith("3 3 ") and "patches/megatron/layers.py column_linear" in program
+    assert run(sys.executable, "-m", "ascend_parallel", "run", str(script)).stdout == program
+    assert run(str(Path(sys.executable).with_name("ascend-parallel")), "run", str(script)).stdout == program
+
+
+def test_the_public_names_are_those_that_type_checkers_see():
+    tree = ast.parse(Path(ascend_parallel.__file__).read_text())
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If)
+        and "TYPE_CHECKING" in ast.unparse(node.test)
+        and "not" not in ast.unparse(node.test)
+    )
+    seen = {(name.name, node.module) for node in block.body for name in node.names}
+    modules = {(name, home.rpartition(".")[0]) for name, home in ascend_parallel._MODULES.items()}
+    named = {(name, f"ascend_parallel.{home}") for home, names in ascend_parallel._NAMES.items() for name in names}
+    assert seen == modules | named
+    assert sorted({*(name for name, _ in seen), "__version__"}) == ascend_parallel.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'confgure'"):
+        ascend_parallel.confgure  # noqa: B018
 
 
 def test_autoload_imports_nothing_while_the_variables_are_unset():

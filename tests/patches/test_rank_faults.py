@@ -193,6 +193,7 @@ BLOCKING = {
     ("ascend_parallel/training/checkpoint/storage.py", "all_gather_object"),
     ("ascend_parallel/training/to_static.py", "all_gather_object"),
     ("ascend_parallel/diagnostics/doctor/trial.py", "all_gather_object"),
+    ("ascend_parallel/cli/report/operators.py", "all_gather_object"),
     ("ascend_parallel/tuning/launch/rank.py", "barrier"),
     *(("ascend_parallel/tuning/bench/experts.py", name) for name in ("barrier", "all_reduce")),
 }
@@ -208,7 +209,7 @@ STARTING = {
     "ascend_parallel/sharding/runtime/gradient_reduction.py",
     "ascend_parallel/training/optimizer/buckets.py",
     "ascend_parallel/tuning/measured/pass_parts.py",
-    "ascend_parallel/tuning/measured/pass_times.py",
+    "ascend_parallel/tuning/measured/rank_clock.py",
 }
 COMMUNICATES = re.compile(
     r"(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|(monitored_)?barrier|scatter\w*|"

@@ -101,15 +101,15 @@ def observed(clock=None):
 
 def decided(group, shares, options, more=None):
     """Train plain and with auto; `shares`: each rank's clock. Return what was seen, and what was logged."""
-    import ascend_parallel
     from ascend_parallel.diagnostics.doctor import examine_request
+    from ascend_parallel.patch_control import CONTROL
 
     more = {"settings": AUTO, "steps": len(TURNS) + 2, **(more or {})}
     with megatron(group.size()):
         plain = trained(**{**more, "settings": {"num_chunks": 1}}, options=options)
         with observed(None if shares is None else FakeClock(shares[group.rank()])) as said:
             auto = trained(**more, options=options)
-        examined = [finding.found for finding in examine_request(ascend_parallel._control) if finding.name == "regions"]
+        examined = [finding.found for finding in examine_request(CONTROL) if finding.name == "regions"]
     return {
         "same": plain[0] == auto[0] and all(map(torch.equal, plain[1], auto[1])),
         "ways": auto[2],

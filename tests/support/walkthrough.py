@@ -27,8 +27,9 @@ def run(command, folder):
     for name in ("examples", "docs"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
-    kept = {name: value for name, value in os.environ.items() if "COC_" not in name}
-    kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", "PYTHONWARNINGS": "ignore"}
+    silencing = ("OMP_NUM_THREADS", "PYTHONWARNINGS")  # a reader's shell has none of them
+    kept = {name: value for name, value in os.environ.items() if "COC_" not in name and name not in silencing}
+    kept |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
     kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     kept["XDG_CACHE_HOME"] = str(folder / "cache")
     words = ["bash", "-euo", "pipefail", "-c", command]
@@ -41,6 +42,12 @@ def missing(shown, printed):
     """The lines of a page that no line of the output is like: other numbers and spaces are alike, "..." is any text."""
     lines = [_plain(line) for line in printed.splitlines()]
     return [line for line in shown if not any(re.fullmatch(_pattern(line), each) for each in lines)]
+
+
+def unshown(shown, printed):
+    """The lines of the output that no line of a page is like: what scrolls by, and the page does not say so."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return [line for line in lines if not any(re.fullmatch(_pattern(each), _plain(line)) for each in shown)]
 
 
 def _pattern(line):

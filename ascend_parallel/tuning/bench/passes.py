@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import shm
+from ascend_parallel.ops.operators import with_fused_limits
 from ascend_parallel.ops.problem import TP, Problem
-from ascend_parallel.ops.registry import choose
+from ascend_parallel.ops.registry import FUSED, choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
+from ascend_parallel.tuning.launch.devices import BACKENDS, device_of, own_device
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
@@ -41,10 +42,11 @@ def measure(
     equal: also time chunks of equal rows, under the names "2 equal", "4 equal" ...
     deterministic: also time one chunk and each count with these values of COC_DETERMINISTIC: "1", "tp".
     """
-    machine = this_machine(group.size(), torch.device("cpu"), "gloo")
+    device = device_of(group)
+    machine = this_machine(group.size(), own_device(device), BACKENDS[device])
     results, entries = [], []
     for index, raw in enumerate(cases):
-        case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"])})
+        case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"]), "device": device})
         layer = TimedLinear(case, group, PLAIN, machine)
         for operator in case.passes(group.size()):
             shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
@@ -70,8 +72,8 @@ def _measure_pass(
         for count in (1, *chunks):
             name = f"{SERIAL if count == 1 else f'{count} chunks'}, {value}"
             variants[name] = replace(PLAIN, num_chunks=count, deterministic=TP if value == TP else True)
-    if fused and _shm_takes(layer, operator):
-        variants["shm"] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
+    if fused and (kernel := _fused_kernel(layer, operator)) is not None:
+        variants[kernel] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
     parts, times = layer.time_with_parts(operator, variants, rounds)
     # Time the finalists again, alone: among many variants, a lucky median may be the smallest.
     final = layer.time(operator, {name: variants[name] for name in _finalists(candidates, times, equal)}, rounds)
@@ -121,9 +123,9 @@ def _candidate_sizes(
     return candidates
 
 
-def _shm_takes(layer: TimedLinear, operator: LayerOperator) -> bool:
+def _fused_kernel(layer: TimedLinear, operator: LayerOperator) -> str | None:
+    """Return the fused kernel that takes a pass, "shm" or "npu"; None if none does."""
     case, group = layer.case, layer.group
-    problem = shm.ask(
-        Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, "cpu", group.size()), group
-    )
-    return choose(problem, Settings(fused=True)).kernel == "shm"
+    problem = Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, group.size())
+    kernel = choose(with_fused_limits(problem, group), Settings(fused=True)).kernel
+    return kernel if kernel in FUSED else None

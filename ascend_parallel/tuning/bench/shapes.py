@@ -82,13 +82,12 @@ def _parse(text: str) -> tuple[int, int, int]:
 
 
 def _case(linear: Linear) -> dict[str, Any]:
-    """Return the fields of a `Case` as JSON holds them."""
+    """Return the fields of a `Case` as JSON holds them; `passes.measure` adds the device."""
     return {
         "kind": linear.kind,
         "rows": linear.own_rows,
         "n": linear.n,
         "k": linear.k,
         "dtype": str(linear.dtype).removeprefix("torch."),
-        "device": "cpu",
         "sequence_parallel": linear.sequence_parallel,
     }

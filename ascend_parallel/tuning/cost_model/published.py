@@ -26,7 +26,6 @@ from ascend_parallel.tuning.cost_model.tables import ASSUMED
 PUBLISHED = {"bloom-7b": 0.0320, "bloom-176b": 0.0547, "llama2-70b": 0.0785}
 SOURCE = "MindSpeed, docs/features/communication-over-computation.md"
 PUBLISHED_TP = 8
-PUBLISHED_HARDWARE = "ascend-910b2"  # assumed: the chip is not published
 NOT_PUBLISHED = f"{ASSUMED}: not published"
 # Fused operators do not run in the column layer's backward unless enable_coc_in_column_backward is set.
 FUSED_BOUND = Schedule(name="bound", column_backward=False)

@@ -1,7 +1,7 @@
 """Start one process per rank, watch all of them, and end all of them.
 
 The last argument of a rank's program is the path of a job file. The program reports progress with `report`, and rank 0
-hands over the results with `deliver`. `call_on_ranks` calls one function on gloo ranks.
+hands over the results with `deliver`. `call_on_ranks` calls one function on the ranks of a group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.link import LinkEndpoint, shaped_link
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
@@ -38,8 +39,9 @@ from ascend_parallel.tuning.launch.rank import main
 sys.path.append("")
 main()
 """
-# A user sets these variables for training. The ranks here call each layer directly and must not patch Megatron.
-UNWANTED_PREFIXES = ("COC_", "USE_COC_")
+# A user sets the first two for training; the ranks here call each layer directly and must not patch Megatron. torchrun
+# sets the last, and the ranks here would look for torchrun's store instead of their own.
+UNWANTED_PREFIXES = ("COC_", "USE_COC_", "TORCHELASTIC_")
 
 
 class RankError(RuntimeError):
@@ -71,17 +73,19 @@ def call_on_ranks(
     *,
     limit: float,
     link: str | None = None,
+    device: str = CPU,
     on_progress: Callable[[str], None] = lambda _: None,
     **arguments: Any,
 ) -> Any:
-    """Call ``function(group, **arguments)`` on `ranks` gloo processes and return rank 0's result.
+    """Call ``function(group, **arguments)`` on `ranks` processes and return rank 0's result.
 
     target: ``"module:function"``. link: rate of a slow link between the ranks, such as ``1gbit``; None for the
-    loopback. Arguments and result must be JSON values. Raises `RankError` if a rank fails or `limit` seconds have
+    loopback. device: of each rank, the one of its number (`devices.device_for`); the backend is that of the device.
+    Arguments and result must be JSON values. Raises `RankError` if a rank fails or `limit` seconds have
     passed, and `LinkError` if the link cannot be built.
     """
     program = ("-c", PROGRAM)
-    call = {"target": target, "arguments": arguments, "limit": limit}
+    call = {"target": target, "arguments": arguments, "limit": limit, "device": device}
     place: AbstractContextManager[list[LinkEndpoint]] = nullcontext([]) if link is None else shaped_link(link, ranks)
     with place as ends:
         return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends), on_progress)
@@ -134,6 +138,7 @@ def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
         "RANK": str(rank),
         "WORLD_SIZE": str(job.ranks),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PYTHONWARNINGS": "ignore",

@@ -7,7 +7,6 @@ its slowest rank, so every rank has the same numbers and makes the same decision
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.pending import NamedWork, run_collective
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
@@ -32,6 +30,7 @@ from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
 from ascend_parallel.tuning.measured.pass_parts import Calls, PassBreakdown, part_calls, rates, repeats
+from ascend_parallel.tuning.measured.rank_clock import RankClock
 
 Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
@@ -71,6 +70,7 @@ class TimedLinear:
         """Draw the operands from a private generator, so that the run's random state does not change."""
         self.case, self.group = case, group
         self._settings, self._machine = settings, machine
+        self._clock = RankClock(group, case.device)
         generator = torch.Generator().manual_seed(group.rank())
         y_rows = self._output_rows()
 
@@ -90,7 +90,7 @@ class TimedLinear:
 
         A warm-up round comes first. Every round has its own random order.
         """
-        return self._rounds(
+        return self._clock.rounds(
             {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
         )
 
@@ -107,11 +107,11 @@ class TimedLinear:
         runs: dict[Any, Callable[[], float]] = {
             name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
         }
-        runs |= {(name,): partial(self._clock, call) for name, call in calls.timed.items()}
-        times = self._rounds(runs, rounds)
+        runs |= {(name,): partial(self._clock.seconds, call) for name, call in calls.timed.items()}
+        times = self._clock.rounds(runs, rounds)
         alone = {name: median(times.pop((name,))) for name in calls.timed}
         matmuls, collectives = repeats(alone["matmul_piece"], alone["pieces"])
-        both = self._rounds(
+        both = self._clock.rounds(
             {until: partial(self._beside, calls, matmuls, collectives, until) for until in (False, True)}, rounds
         )
         compute_rate, collective_rate = rates(
@@ -122,42 +122,20 @@ class TimedLinear:
         )
         return parts, times
 
-    def _rounds(self, runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-        """Time each of `runs` once a round, in random order; return the slowest rank's seconds by round."""
-        times: list[list[float]] = []
-        order = list(enumerate(runs.values()))
-        for index in range(rounds + 1):
-            random.Random(index).shuffle(order)  # the same order on every rank
-            by_place = {place: run() for place, run in order}
-            times.append([by_place[place] for place in range(len(order))])
-        return dict(zip(runs, self._slowest(times[1:]).t().tolist(), strict=True))
-
     def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
         """Time matmuls beside longer collectives: until the matmuls end, or with `until`, until both end."""
-        self._begin_together()
+        self._clock.begin_together()
         start = time.perf_counter()
         waits = [calls.start() for _ in range(collectives)]
         for _ in range(matmuls):
             calls.piece()
         if until:
             _wait(waits)
-        _synchronize(self.case.device)
+        self._clock.synchronize()
         seconds = time.perf_counter() - start
         if not until:
             _wait(waits)
         return seconds
-
-    def _begin_together(self) -> None:
-        _synchronize(self.case.device)
-        work, device = dist.barrier(self.group, async_op=True), torch.device(self.case.device)
-        NamedWork("the start of a measurement", work, self.group, device).wait()
-
-    def _slowest(self, times: list[list[float]]) -> torch.Tensor:
-        """Return the slowest rank's seconds by round and call, on the CPU."""
-        slowest = torch.tensor(times, dtype=torch.float64 if self.case.device == "cpu" else torch.float32)
-        slowest = slowest.to(self.case.device)
-        run_collective("the slowest rank's time", dist.all_reduce, slowest, group=self.group, op=dist.ReduceOp.MAX)
-        return slowest.cpu()
 
     def _output_rows(self) -> int:
         if not self.case.sequence_parallel:
@@ -198,19 +176,12 @@ class TimedLinear:
         }
         if operator.run == "forward":
             with torch.no_grad():
-                return self._clock(lambda: run(self.x, self.weight, **options))
+                return self._clock.seconds(lambda: run(self.x, self.weight, **options))
         with torch.enable_grad():
             y = run(self.x, self.weight, **options)
-        seconds = self._clock(lambda: torch.autograd.backward(y, self.dy))
+        seconds = self._clock.seconds(lambda: torch.autograd.backward(y, self.dy))
         self.x.grad = self.weight.grad = None
         return seconds
-
-    def _clock(self, call: Callable[[], object]) -> float:
-        self._begin_together()
-        start = time.perf_counter()
-        call()
-        _synchronize(self.case.device)
-        return time.perf_counter() - start
 
 
 def _wait(waits: Sequence[Callable[[], object]]) -> None:
@@ -232,8 +203,3 @@ def uncounted() -> Iterator[None]:
     finally:
         RECORDING.recorder = recorder
         COUNTS.restore(counts)
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.current_stream().synchronize()  # this stream's work: another may wait for other ranks

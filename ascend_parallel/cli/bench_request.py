@@ -1,0 +1,146 @@
+"""What `bench` and `tune` measure: layers of a model or of shapes, and the conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
+from ascend_parallel.cli.output import progress_console
+from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.bench.results import Row
+from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
+from ascend_parallel.tuning.cost_model.models import Batch, find_model
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
+from ascend_parallel.tuning.launch.ranks import call_on_ranks
+
+SECONDS_A_PASS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """The layers to time and the conditions."""
+
+    names: list[str]
+    cases: list[dict[str, Any]]
+    ranks: int
+    chunks: list[int]
+    fused: bool
+    rounds: int
+    link: str | None
+    device: str
+    title: str
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the ranks are ended."""
+        return 60 + SECONDS_A_PASS * 2 * len(self.cases) * max(1.0, self.rounds / 15)
+
+    def measure(self, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
+        """Time the layers on new processes; return what rank 0 measured."""
+        with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
+            measured: dict[str, Any] = call_on_ranks(
+                "ascend_parallel.tuning.bench.passes:measure",
+                self.ranks,
+                limit=self.limit,
+                link=self.link,
+                device=self.device,
+                on_progress=lambda line: status.update(line.replace("[", r"\[")),
+                cases=self.cases,
+                chunks=self.chunks,
+                fused=self.fused and self.link is None,
+                rounds=self.rounds,
+                deterministic=list(deterministic),
+            )
+        return measured
+
+    def conditions(self, measured: dict[str, Any]) -> str:
+        """Return the conditions of the times in words."""
+        over = f"of one thread over a link of {self.link}" if self.link else "of one thread over loopback"
+        if self.device != CPU:
+            over = f"on devices of type {self.device}"
+        return (
+            f"{self.title}; {self.ranks} ranks {over}; torch {measured['torch']}; medians of {self.rounds} rounds, ms"
+        )
+
+    def report(self, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+        """Return everything for JSON."""
+        return {
+            "conditions": self.conditions(measured),
+            "ranks": self.ranks,
+            "link": self.link,
+            "passes": [row.as_dict() for row in rows],
+            "times": [result["times"] for result in measured["passes"]],
+            "plan": measured["plan"],
+        }
+
+
+def request_of(
+    model: str | None,
+    shapes: list[str] | None,
+    layer: str,
+    tp: int,
+    seq: int | None,
+    micro_batch: int,
+    scale: int,
+    sequence_parallel: bool,
+    dtype: str,
+    chunks: str,
+    rounds: int,
+    link: str | None,
+    device: str | None,
+) -> BenchRequest:
+    """Return the request of the command's options; raises `PlanningError` for what is not allowed."""
+    if (model is None) == (not shapes):
+        raise PlanningError("give either --model or --shape")
+    chosen, place = dtype_of(dtype), requested_device(device, tp, link)
+    if model is not None:
+        wide = find_model(model)
+        batch = Batch(
+            sequence=seq or wide.sequence or SEQUENCE,
+            micro_batch=micro_batch,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            dtype=chosen,
+            device=place,
+        )
+        names, cases = model_cases(scaled(wide, scale), batch)
+        title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
+    else:
+        kinds = lookup("--layer", layer, LAYERS)
+        names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
+        title = "shapes"
+    counts = chunk_counts(chunks)
+    return BenchRequest(
+        names=names,
+        cases=cases,
+        ranks=tp,
+        chunks=counts,
+        fused=True,
+        rounds=rounds,
+        link=link,
+        device=place,
+        title=f"{title}, {dtype}",
+    )
+
+
+def requested_device(requested: str | None, ranks: int, link: str | None) -> str:
+    """Return the type of device to measure on; raises `PlanningError` if this machine has too few of a request."""
+    found = CPU if link is not None else device_for(ranks)
+    if requested is None or lookup("--device", requested, {kind: kind for kind in BACKENDS}) in (found, CPU):
+        return requested or found
+    if link is not None:
+        raise PlanningError(f"--device {requested}: --link is a link between CPUs")
+    raise PlanningError(f"--device {requested}: not one of them for each of {ranks} ranks is here")
+
+
+def chunk_counts(chunks: str) -> list[int]:
+    """Return the counts of --chunks."""
+    counts = [whole(text) or 0 for text in chunks.split(",")]
+    if min(counts) < 2 or max(counts) > 64:
+        raise PlanningError(
+            f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"
+        )
+    return counts

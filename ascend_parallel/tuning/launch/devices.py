@@ -1,0 +1,36 @@
+"""The devices of ranks on one machine: an accelerator that torch finds (an NPU by torch_npu, or CUDA), or the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+CPU = "cpu"
+BACKENDS = {CPU: "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+def device_for(ranks: int) -> str:
+    """Return the type of device on which `ranks` processes of this machine can run, each on a device of its own.
+
+    "cpu" if torch finds no accelerator of a known backend, or fewer devices than ranks.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in BACKENDS or torch.accelerator.device_count() < ranks:
+        return CPU
+    return accelerator.type
+
+
+def device_of(group: dist.ProcessGroup) -> str:
+    """Return the type of device that a group's backend is for."""
+    return next(kind for kind, backend in BACKENDS.items() if backend == dist.get_backend(group))
+
+
+def own_device(kind: str) -> torch.device:
+    """Return this rank's device of a type, and make it the current one: its index is LOCAL_RANK."""
+    if kind == CPU:
+        return torch.device(CPU)
+    index = int(os.environ["LOCAL_RANK"])
+    getattr(torch, kind).set_device(index)
+    return torch.device(kind, index)

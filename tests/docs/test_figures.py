@@ -1,0 +1,62 @@
+"""The README's figures are those of benchmarks/data/figures.json, as benchmarks/figures.py writes them."""
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import figures
+
+    yield figures
+    sys.modules.pop("figures")
+
+
+def stored():
+    return json.loads((ROOT / "benchmarks" / "data" / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readme_has_what_was_measured(figures, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert figures.with_figures(page, text, stored()) == text, "python benchmarks/figures.py --write"
+
+
+@pytest.mark.parametrize(("theirs", "edited"), [(r"(\d+) ms, 1", "1"), (r"\*\*(1\.\d\d) times", "2.00")])
+def test_an_edited_figure_is_found(figures, theirs, edited):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    place = re.search(theirs, text).span(1)
+    changed = text[: place[0]] + edited + text[place[1] :]
+    assert figures.with_figures("README.md", changed, stored()) == text
+    assert changed != text
+
+
+def test_every_row_has_its_machine_date_and_commit(figures):
+    rows = {f"{name}, {result}" for name, benchmark in figures.BENCHMARKS.items() for result in benchmark.rows}
+    assert set(stored()) == rows
+    for row in stored().values():
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]) and re.fullmatch(r"[0-9a-f]{7,40}", row["commit"])
+        assert row["machine"]
+
+
+def test_figures_are_those_of_the_times(figures):
+    row = figures.figures({"plain": [1.0, 1.2, 1.1], "4": [0.5, 0.6, 0.55]})
+    assert row["plain"] == {"ms": 1100}
+    assert row["4"] == {"ms": 550, "gain": 2.0, "interval": [2.0, 2.0]}
+    changed = copy.deepcopy(stored())
+    changed[figures.HEADLINE] |= row
+    sentence = figures.headline(figures.PAGES["README.md"], changed)
+    assert "2.00 times as fast" in sentence and "550 ms in place of 1100" in sentence
+
+
+def test_a_readme_without_the_markers_is_refused(figures):
+    with pytest.raises(ValueError, match="'headline' have no place"):
+        figures.with_figures("README.md", "# ascend_parallel\n", stored())
