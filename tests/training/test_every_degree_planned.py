@@ -75,11 +75,22 @@ def test_recompute_and_eight_ranks_change_nothing(ranks, collectives):
     assert at_degrees(ranks, TREE, recompute, degrees=(1, 2, 8)) == [one] * 3
 
 
+ATTENTION = {name: layouts for name, layouts in CONFIGURED.items() if "attention" in name}
 HALF = {name: CONFIGURED[name] for name in ("layers.*.mlp.gate", "layers.*.mlp.up")}
+
+
+def test_what_the_planner_leaves_whole_trains_alike_too(ranks):
+    """It gathers the features of a column layer for a layer that it has not cut."""
+    options = {"operators": HALF, "mode": "auto"}
+    one, two = at_degrees(ranks, TREE, options, degrees=(1, 2))
+    assert one == two
+    assert len(set(one["losses"])) == STEPS
+
+
 REFUSALS = {
     "automatic": (
-        {"operators": HALF, "mode": "auto"},
-        "mlp.down: linear_6 on mesh dimension mp: the planner has cut it",
+        {"operators": ATTENTION, "mode": "auto", "memory_limit": 5.2e6},
+        "layers.0.mlp.gate: linear_4 on mesh dimension mp: the planner has cut it",
     ),
     "data": ({"mesh": {"dp": 2, "mp": 1}}, "the gradient of its input is a sum over ranks, which has no tree"),
     "clipping": ({"max_norm": 1.0}, "max_norm=1.0: the norm of gradients is summed over the ranks' parts"),

@@ -65,8 +65,8 @@ def refuse_every_degree(settings: Settings) -> None:
     """Raise `DegreeError` if the settings ask for bits that a model does not have which its own Python runs."""
     if settings.at_every_degree:
         raise DegreeError(
-            "COC_DETERMINISTIC=tp: a marked or eager model, a pipeline and a plan without overlap sum as the plan "
-            "says, which depends on the mesh: use a graph of the whole model (ShardedModule, to_static) with overlap"
+            "COC_DETERMINISTIC=tp: a marked or eager model, a pipeline, and a plan without overlap or with compile "
+            "have other bits on another mesh: use a graph of the whole model (ShardedModule, train_step) with overlap"
         )
 
 
@@ -87,12 +87,13 @@ def confirm_same_plan(
     Raises `DisagreementError` on every rank unless plan, settings, options and the model's values agree on all ranks,
     and `DegreeError` if the bits are to be the same at every degree, unless what runs the plan sees to it (`in_tree`).
     """
-    if not in_tree:
-        refuse_every_degree(settings)
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
     mine |= {"compile": str(compile)}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
     problem = "ranks call parallelize with different plans, settings or models"
     cure = "Give all ranks the same, and seed them alike or load one checkpoint"
-    return confirm_same(group or dist.group.WORLD, "parallelize", mine, problem, cure)
+    seed = confirm_same(group or dist.group.WORLD, "parallelize", mine, problem, cure)
+    if not in_tree:
+        refuse_every_degree(settings)
+    return seed

@@ -14,7 +14,6 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
-from ascend_parallel.sharding.runtime.every_degree import refuse_sums_without_tree
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, SummedGradient, with_partial_grads
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
@@ -87,13 +86,11 @@ def plan_for_rank(
     part
         The plan is of a part of the model, such as a pipeline stage.
 
-    Raises as `checkpointed_blocks`, and `DegreeError` if the bits are to be the same at every degree, and are not.
+    Raises as `checkpointed_blocks`.
     """
     schedule, summed = Schedule(plan.layouts, plan.inputs, plan.shared_layouts), tuple[SummedGradient, ...]()
     if overlap is not None:
         schedule = fuse(plan, overlap)
-        if overlap.at_every_degree:
-            refuse_sums_without_tree(plan, schedule)
     if bucket_bytes:
         schedule, summed = with_partial_grads(schedule, plan)
     found = checkpointed_blocks(plan, schedule, recompute or Recompute(), part=part)
