@@ -7,6 +7,7 @@ import small_models
 import torch
 
 import ascend_parallel
+from ascend_parallel.training.options import OverlapOptions
 from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import train_step
@@ -93,6 +94,7 @@ REFUSALS = {
         "layers.0.mlp.gate: linear_4 on mesh dimension mp: the planner has cut it",
     ),
     "data": ({"mesh": {"dp": 2, "mp": 1}}, "the gradient of its input is a sum over ranks, which has no tree"),
+    "no overlap": ({"overlap": OverlapOptions(operators=False)}, "a plan without overlap or with compile"),
     "clipping": ({"max_norm": 1.0}, "max_norm=1.0: the norm of gradients is summed over the ranks' parts"),
 }
 
