@@ -41,7 +41,7 @@ from ascend_parallel.ops.settings import OperatorSettings
 # group's rows would come as late as the last group's.
 IN_FLIGHT = 2
 
-DISPATCH, COMBINE = "expert_dispatch", "expert_combine"
+COUNT, DISPATCH, COMBINE = "expert_counts", "expert_dispatch", "expert_combine"
 
 Rows = Sequence[torch.Tensor]
 """Tensors with a row for each of the same rows: hidden states [n, H], probabilities [n], gradients of both."""
@@ -229,6 +229,21 @@ def _send_back(out: torch.Tensor, expert_group: ExpertGroup, x: torch.Tensor, gr
 
 def _place(expert_group: ExpertGroup, came_back: torch.Tensor, x: torch.Tensor) -> None:
     compute(BESIDE, "place rows", expert_group.place, came_back, x)
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[list[int]], list[list[int]]]:
+    """Return ``sent[rank][expert]`` and ``received[rank][expert]`` from counts [R, E] of the rows to send.
+
+    An all-to-all of R x E integers, and a synchronisation of the host. Raises `CollectiveError` if a rank fails.
+    """
+    counts = counts.contiguous()
+    received, each = torch.empty_like(counts), [1] * group.size()
+    pending = Pending(received, COUNT, group)
+    with pending.launching():
+        pending.launch(all_to_all, received, counts, each, each, group)
+    pending.wait()
+    sent, came = torch.stack([counts, received]).tolist()
+    return sent, came
 
 
 def all_to_all(

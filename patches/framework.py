@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
-from ascend_parallel.process_groups.consistency import SettingsAgreement
+from ascend_parallel.process_groups.consistency import DisagreementError, SettingsAgreement, exchange
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
 from ascend_parallel.tuning.measured.pass_times import Case
@@ -77,6 +77,7 @@ class Framework(ABC):
         self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
         self.expert_groups = ExpertGroups(settings)
+        self._agreed: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
         self._logged: set[str] = set()
         self._announced = False
 
@@ -170,6 +171,19 @@ class Framework(ABC):
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""
         return functools.partial(self._agreement.confirm, group)
+
+    def agreed_reason(self, layer: Any, group: dist.ProcessGroup, reason: str | None) -> str | None:
+        """Return why the original of `layer` must run on all ranks of `group`, or None.
+
+        What was replaced on one rank is a `reason` there alone. The ranks tell each other at the layer's first call,
+        which every rank makes; a reason that one rank gets later is its own. Raises `DisagreementError` with the
+        missing ranks after the group's time limit.
+        """
+        if layer not in self._agreed:
+            told = exchange(group, "the first call of a layer of experts", {"reason": reason}, DisagreementError)
+            found = ((rank, of_rank["reason"]) for rank, of_rank in sorted(told.items()))
+            self._agreed[layer] = next((f"on rank {rank} {text}" for rank, text in found if text), None)
+        return reason or self._agreed[layer]
 
     def log_uncovered(self, layer: Any, reason: str) -> None:
         """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead.

@@ -37,7 +37,7 @@ from ascend_parallel.sharding.planner.annotate import annotated, read_strategies
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, StrategyError
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rules import register_rule
+from ascend_parallel.sharding.rules import mixture_of_experts, register_rule
 from ascend_parallel.sharding.runtime.parallelize import collective_counts, parallelize
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
@@ -75,6 +75,7 @@ __all__ = [
     "explain",
     "local_map",
     "manual_seed",
+    "mixture_of_experts",
     "parallelize",
     "propagate",
     "read_strategies",

@@ -57,6 +57,8 @@ class Strategy:
         The mesh dimension along which data differ; None if there is none (modes auto and hybrid).
     sequence_dim
         The mesh dimension of context parallelism (mode "auto"): it shards the batch's second dimension, the sequence.
+    expert_dim
+        The mesh dimension of expert parallelism (mode "auto"): as for `propagate`; it may be `data_dim`.
     operators
         Strategies by pattern, as for `propagate`.
     fused_passes
@@ -76,6 +78,7 @@ class Strategy:
     mesh: Mapping[str, int] = field(default_factory=_default_mesh)
     data_dim: str | None = "dp"
     sequence_dim: str | None = None
+    expert_dim: str | None = None
     operators: Mapping[str, Any] = field(default_factory=dict)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: Recompute = field(default_factory=Recompute)
@@ -227,6 +230,13 @@ class Strategy:
         ):
             raise StrategyOptionError(
                 f"sequence_dim={self.sequence_dim!r}: the mesh has {names}; name one of those, another than data_dim, "
+                'with mode "auto"'
+            )
+        if self.expert_dim is not None and (
+            self.mode != "auto" or self.expert_dim not in self.mesh or self.expert_dim == self.sequence_dim
+        ):
+            raise StrategyOptionError(
+                f"expert_dim={self.expert_dim!r}: the mesh has {names}; name one of those, another than sequence_dim, "
                 'with mode "auto"'
             )
         if self.sharding.zero_stage and self.sharding.dim not in self.mesh:

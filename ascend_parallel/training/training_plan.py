@@ -217,6 +217,7 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
     auto = strategy.mode == "auto"
     # Along a dimension of one rank nothing is sharded; to ask for it would only take shardings from the others.
     replicated = auto and strategy.data_dim is not None and mesh.size(strategy.data_dim) > 1
+    experts_apart = strategy.expert_dim is not None and mesh.size(strategy.expert_dim) > 1
     plan = propagate(
         graph,
         mesh,
@@ -225,6 +226,7 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
         semi_auto=None if auto else strategy.data_dim,
         data_dim=strategy.data_dim if replicated else None,
         sequence_dim=strategy.sequence_dim,
+        expert_dim=strategy.expert_dim if experts_apart else None,
         memory_limit=strategy.memory_limit,
         batch_norm=strategy.batch_norm,
         hardware=strategy.hardware,

@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_parallel.sharding import mixture_of_experts
 from ascend_parallel.training import PipelineOptions, Strategy, train_step
 
 VOCABULARY, ROWS, LENGTH, STEPS = 96, 8, 16, 5
@@ -53,11 +54,23 @@ def dense_experts(
     return (outputs * weights.t().unsqueeze(-1)).sum(0)
 
 
+def experts_of_the_plan(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the chosen experts of each token, in an operator that a plan can divide over ranks."""
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)
+    activation = experts.config.hidden_act
+    return mixture_of_experts(
+        hidden_states, top_k_index, top_k_weights, up, experts.down_proj, gate, activation=activation
+    )
+
+
 def decoder(name: str, **changes: Any) -> nn.Module:
     """Return a decoder in training mode, with the same random weights on every rank."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
+    ALL_EXPERTS_FUNCTIONS.register("mixture_of_experts", experts_of_the_plan)
     class_name, options = DECODERS[name]
     # use_cache: a cache of keys is for generation; as an output it cannot be traced
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **options, "use_cache": False, **changes})

@@ -126,7 +126,7 @@ class CoveredExperts:
     megatron: Megatron
 
     def uncovered(self, layer: Any) -> str | None:
-        """Return the reason why the original forward of `layer` must run, or None; the same on all ranks."""
+        """Return the reason why the original forward of `layer` must run, or None."""
         return uncovered(layer, self.megatron)
 
 
@@ -135,7 +135,9 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        reason = uncovered(self, megatron)
+        reason = _uncovered_on_all_ranks(self, megatron)
+        if reason is None:
+            reason = megatron.agreed_reason(self, self.ep_group, _replaced_methods(self))
         if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
             reason = "it is called for a part of its work (intermediate_tensors)"
         if reason is not None:
@@ -151,7 +153,12 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
 
 
 def uncovered(layer: Any, megatron: Megatron) -> str | None:
-    """Return the reason why the original forward of `layer` must run, or None; the same on all ranks."""
+    """Return the reason why the original forward of `layer` must run, or None, as far as this rank knows."""
+    return _uncovered_on_all_ranks(layer, megatron) or _replaced_methods(layer)
+
+
+def _uncovered_on_all_ranks(layer: Any, megatron: Megatron) -> str | None:
+    """Return the reason, or None, from what is the same on all ranks."""
     if megatron.version < FIRST:
         return "megatron-core below 0.13 has its dispatch, experts and combine in one piece"
     if torch.compiler.is_compiling():
@@ -169,7 +176,7 @@ def uncovered(layer: Any, megatron: Megatron) -> str | None:
         return reason
     if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(layer, "_inference_token_dispatcher", None):
         return "it may be captured in a CUDA graph (cuda_graph_impl, transformer_impl)"
-    return _other_dispatcher(layer) or _other_experts(layer) or _replaced_methods(layer)
+    return _other_dispatcher(layer) or _other_experts(layer)
 
 
 def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:

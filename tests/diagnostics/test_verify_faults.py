@@ -33,7 +33,7 @@ def caught(group, where, sequence_parallel, kind, dtype):
     target = {
         "scale": (module, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
         "row": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "weight": (module, "weight_gradient_of"),
+        "weight": (sequence_backward, "weight_gradient_of"),
         "missing": (linear, "_local_backward"),
     }[where]
     with verifying(group, verify_every=every) as layers:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import OpCall, Ref, TensorMeta
 from ascend_parallel.sharding.layout import is_even
-from ascend_parallel.sharding.rules import local_call, own_reductions, strategies
+from ascend_parallel.sharding.rules import local_call, own_collectives, strategies
 
 SEED = 11
 
@@ -94,7 +94,7 @@ def check(call, tensors, chosen, mesh_shape, constants=()):
 
 def run_all(call, local_leaves, input_layouts, output_layouts, mesh_shape):
     """Return what each rank computes: one after the other, or, with collectives of the operator itself, in threads."""
-    meeting = Meeting(list(local_leaves)) if own_reductions(call, input_layouts, mesh_shape) else None
+    meeting = Meeting(list(local_leaves)) if own_collectives(call, input_layouts, mesh_shape) else None
 
     def run(at):
         if meeting is None:

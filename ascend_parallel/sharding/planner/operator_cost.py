@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from math import prod
 
 from ascend_parallel.sharding.graph import OpCall, TensorMeta
-from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape, cuts
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape, cuts, shard
 from ascend_parallel.sharding.planner.options import Option
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
+from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, ALL_TO_ALL, MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.rules import npu, own_reductions
+from ascend_parallel.sharding.rules import AllToAll, experts, npu, own_collectives
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "npu_linear", "npu_bmmV2")
@@ -22,7 +22,7 @@ def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: Co
     """Return the time of a rank's part of `call` under `option`, forward and backward, without its collectives."""
     inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
     outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
-    count, matmul = _matmuls(call, inputs, outputs)
+    count, matmul = _matmuls(call, inputs, outputs, option.inputs, mesh_shape)
     if matmul is not None:
         return PASSES * count * model.matmul(*matmul, call.outputs[0].dtype.itemsize)
     shapes, metas = [*inputs, *outputs], [*call.inputs, *call.outputs]
@@ -34,11 +34,13 @@ def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: Co
 def amount(call: OpCall) -> float:
     """Return the work of a whole operator: multiply-adds of matmuls and attention, else output elements."""
     outputs = [meta.shape for meta in call.outputs]
-    count, matmul = _matmuls(call, [meta.shape for meta in call.inputs], outputs)
+    count, matmul = _matmuls(call, [meta.shape for meta in call.inputs], outputs, [()] * len(call.inputs), ())
     return float(sum(map(prod, outputs)) if matmul is None else count * prod(matmul))
 
 
-def _matmuls(call: OpCall, inputs: list[Shape], outputs: list[Shape]) -> tuple[int, tuple[int, int, int] | None]:
+def _matmuls(
+    call: OpCall, inputs: list[Shape], outputs: list[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
+) -> tuple[int, tuple[int, int, int] | None]:
     """Return how many matmuls the forward runs, and their M, K, N; batches count as rows; None: no matmul."""
     name = call.name.split(".")[1]
     if name in MATMULS and inputs and outputs:
@@ -50,6 +52,8 @@ def _matmuls(call: OpCall, inputs: list[Shape], outputs: list[Shape]) -> tuple[i
         return 2, (prod(query[:-1]), query[-1], key[-2])
     if name.startswith(npu.ATTENTION):
         return 2, npu.attention_matmuls(call, inputs)
+    if name == experts.OPERATOR:
+        return experts.matmuls(call, inputs, layouts, mesh_shape)
     if name == "conv2d":
         return 1, (prod(outputs[0]) // outputs[0][1], prod(inputs[1][1:]), outputs[0][1])
     return 0, None
@@ -61,9 +65,19 @@ def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Sha
 
 
 def op_collective_steps(call: OpCall, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[RedistributeStep, ...]:
-    """Return the all-reduces that an operator runs in a step, with inputs in these layouts."""
-    reductions = own_reductions(call, layouts, costs.shape)
-    return tuple(all_reduce_step(reduction.mesh_dim, reduction.nbytes, reduction.op, costs) for reduction in reductions)
+    """Return the collectives that an operator runs in a step, with inputs in these layouts."""
+    return tuple(
+        all_to_all_step(own.mesh_dim, own.nbytes, costs)
+        if isinstance(own, AllToAll)
+        else all_reduce_step(own.mesh_dim, own.nbytes, own.op, costs)
+        for own in own_collectives(call, layouts, costs.shape)
+    )
+
+
+def all_to_all_step(mesh_dim: int, nbytes: float, costs: MeshCosts) -> RedistributeStep:
+    """Return the step of an all-to-all of rows along a mesh dimension, of `nbytes` on all ranks together."""
+    seconds, sent_bytes = costs.seconds(ALL_TO_ALL, nbytes, mesh_dim), sent(ALL_TO_ALL, nbytes, costs.shape[mesh_dim])
+    return RedistributeStep(ALL_TO_ALL, mesh_dim, shard(0), shard(0), sent_bytes, seconds)
 
 
 def all_reduce_step(mesh_dim: int, nbytes: float, op: str, costs: MeshCosts) -> RedistributeStep:

@@ -11,7 +11,8 @@ from itertools import product
 
 from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Graph, Node, OpCall, TensorMeta, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, is_even, shard
-from ascend_parallel.sharding.rules import OpPlacements, strategies
+from ascend_parallel.sharding.rules import OpPlacements, experts, strategies
+from ascend_parallel.sharding.rules import allowed as goes_together
 
 Signature = tuple[object, ...]
 
@@ -62,7 +63,8 @@ class Options:
                 tuple(zip(*(strategy.inputs for strategy in chosen), strict=True)),
                 tuple(zip(*(strategy.outputs for strategy in chosen), strict=True)),
             )
-            if self._even(call.inputs, option.inputs) and self._even(call.outputs, option.outputs):
+            even = self._even(call.inputs, option.inputs) and self._even(call.outputs, option.outputs)
+            if even and goes_together(call, option.inputs):
                 yield option
 
     @staticmethod
@@ -180,6 +182,36 @@ def data_parallel_options(
     return allowed
 
 
+def expert_options(
+    graph: Graph, options: Mapping[str, Sequence[Option]], along: int
+) -> tuple[dict[str, Sequence[Option]], set[str]]:
+    """Return the options in which tokens go to their experts along a mesh dimension, and the experts' weights.
+
+    Each of the weights is held in slices there, and so is everything that is computed from weights of experts alone.
+    Raises `ValueError` if the tokens of a mixture cannot go to its experts.
+    """
+    allowed, weights = dict(options), set[str]()
+    for name, node in graph.nodes.items():
+        if node.call is None or node.call.name != experts.CALL:
+            continue
+        allowed[name] = [option for option in options[name] if along in experts.exchange_dims(option.inputs)]
+        if not allowed[name]:
+            tokens, of_experts = node.call.inputs[experts.X].shape, node.call.inputs[experts.UP].shape
+            raise ValueError(
+                f"{node.module or 'the model'} has tokens {list(tokens)}, {of_experts[0]} experts: the mesh "
+                "dimension of the experts has to divide both, and a strategy of this operator to allow the exchange"
+            )
+        waiting = [value.node for value in node.inputs[experts.UP :]]
+        while waiting:
+            source = waiting.pop()
+            weights.add(source)
+            waiting += [value.node for value in graph.nodes[source].inputs]
+    for name in weights:
+        sliced = [option for option in allowed[name] if option.outputs[0][along] == shard(0)]
+        allowed[name] = sliced or allowed[name]
+    return allowed, weights
+
+
 def _repeats(node: Node) -> bool:
     """Tell whether a node may belong to the repetition of a tensor, and computes nothing."""
     return node.call is not None and node.call.name.startswith(REPEATING)
@@ -206,9 +238,9 @@ def _reads_others(
 
 
 def with_batch_cut_only_by(
-    graph: Graph, options: Mapping[str, Sequence[Option]], configured: Collection[str], data: int
+    graph: Graph, options: Mapping[str, Sequence[Option]], configured: Collection[str], data: Collection[int]
 ) -> dict[str, Sequence[Option]]:
-    """Return the options in which no mesh dimension but `data` shards the batch, of nodes that are not configured.
+    """Return the options in which only the mesh dimensions `data` shard the batch, of nodes that are not configured.
 
     The batch is the first dimension of every tensor computed from the inputs that is as long as the inputs' first.
     """
@@ -217,7 +249,7 @@ def with_batch_cut_only_by(
     allowed = dict(options)
 
     def cuts_batch(shape: Sequence[int], layout: Layout) -> bool:
-        others = (placement for index, placement in enumerate(layout) if index != data)
+        others = (placement for index, placement in enumerate(layout) if index not in data)
         return bool(shape) and shape[0] in sizes and any(placement == shard(0) for placement in others)
 
     for name, node in graph.nodes.items():

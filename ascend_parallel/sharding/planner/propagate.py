@@ -54,6 +54,7 @@ def propagate(
     semi_auto: str | None = None,
     data_dim: str | None = None,
     sequence_dim: str | None = None,
+    expert_dim: str | None = None,
     only_data_cuts_batch: bool = False,
     memory_limit: float | None = None,
     batch_norm: str = "sync",
@@ -82,8 +83,13 @@ def propagate(
     sequence_dim
         The mesh dimension of context parallelism: as `data_dim`, but inputs are sharded there along their second
         dimension, the sequence. Attention then gathers keys and values, or exchanges the sequence for the heads.
+    expert_dim
+        The mesh dimension of expert parallelism; it may be `data_dim`. The batch is sharded there too, the experts of
+        each `mixture_of_experts` lie in slices, and tokens go to their experts. Other parameters are whole there,
+        unless a strategy shards them: experts that are written with a capacity need one.
     only_data_cuts_batch
-        With `data_dim`: no other mesh dimension shards the first dimension of a batch, unless a strategy does.
+        With `data_dim`: no mesh dimension but it and `expert_dim` shards the first dimension of a batch, unless a
+        strategy does.
     memory_limit
         Bytes that a rank may hold in a training step (`ShardingPlan.memory`). The plan's `bound` is then a lower bound
         of the cost of all plans within the limit.
@@ -117,6 +123,11 @@ def propagate(
         )
     if sequence_dim is not None and semi_auto is not None:
         raise ValueError(f"sequence_dim={sequence_dim!r} with semi_auto={semi_auto!r}: give data_dim in its place")
+    if expert_dim is not None and (expert_dim not in mesh.dim_names or expert_dim in (sequence_dim, semi_auto)):
+        raise ValueError(
+            f"expert_dim={expert_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, another than "
+            "sequence_dim and semi_auto"
+        )
     _check_operators(graph, mesh, hardware)
     graph = with_batch_norms(graph, batch_norm)
     configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
@@ -130,6 +141,7 @@ def propagate(
         semi_auto or data_dim,
         semi_auto is not None,
         sequence_dim,
+        expert_dim,
         only_data_cuts_batch=only_data_cuts_batch,
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )

@@ -28,6 +28,7 @@ from ascend_parallel.sharding.planner.options import (
     Options,
     data_parallel_options,
     differentiable_values,
+    expert_options,
     is_whole,
     signature,
     with_batch_cut_only_by,
@@ -156,8 +157,9 @@ class Search:
 
     data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
     sequence: the mesh dimension along which they are sharded by the inputs' second dimension, the sequence.
+    experts: the mesh dimension along which tokens go to their experts; else as `data`.
     semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
-    only_data_cuts_batch: whether no other mesh dimension shards the batch.
+    only_data_cuts_batch: whether no mesh dimension but `data` and `experts` shards the batch.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     """
 
@@ -170,6 +172,7 @@ class Search:
     data: str | None = None
     semi_auto: bool = False
     sequence: str | None = None
+    experts: str | None = None
     only_data_cuts_batch: bool = False
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
@@ -193,11 +196,20 @@ class Search:
                 node = self.graph.nodes[name]
                 self.options[name] = fitting(node, self.options[name], strategy, self._shape)
                 self.configured[name] = str(node.mark or f"shard_tensor({node.source})")
+        free = set(self.configured)
+        if self.experts is not None:
+            along = self.mesh.dim_names.index(self.experts)
+            self.options, weights = expert_options(self.graph, self.options, along)
+            if self.experts == self.data:
+                free |= weights
+            else:
+                self.options = data_parallel_options(self.graph, self.options, free | weights, False, along)
         if self.data is not None:
             data = self.mesh.dim_names.index(self.data)
-            self.options = data_parallel_options(self.graph, self.options, self.configured, self.semi_auto, data)
+            self.options = data_parallel_options(self.graph, self.options, free, self.semi_auto, data)
             if self.only_data_cuts_batch:
-                self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, data)
+                cut_by = {data} if self.experts is None else {data, self.mesh.dim_names.index(self.experts)}
+                self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, cut_by)
         if self.sequence is not None:
             along = self.mesh.dim_names.index(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)

@@ -7,6 +7,7 @@ pointwise.py      elementwise operators, dropout
 matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_product_attention
 views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
 reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS and group norm
+experts.py        mixtures of experts
 batch_norm.py     batch norm, with the statistics of all ranks or of each
 per_sample.py     recurrent layers, Fourier transforms, resampling, distances
 indexing.py       embedding, gather, index
@@ -22,6 +23,7 @@ from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
     batch_norm,
+    experts,
     indexing,
     loss,
     matmul,
@@ -32,27 +34,31 @@ from ascend_parallel.sharding.rules import (
     views,
 )
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
+from ascend_parallel.sharding.rules.experts import mixture_of_experts
 from ascend_parallel.sharding.rules.local import LocalCall, Part
-from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, find, register_rule
+from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, Reduction, find, register_rule
 
 __all__ = [
+    "AllToAll",
     "Axis",
     "LocalCall",
     "OpPlacements",
     "Part",
     "Reduction",
+    "allowed",
     "arguments",
     "cut",
     "draws",
     "has_rule",
     "linear_in",
     "local_call",
-    "own_reductions",
+    "mixture_of_experts",
+    "own_collectives",
     "register_rule",
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu):
+for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu, experts):
     _rules.register()
 
 
@@ -60,8 +66,8 @@ def strategies(call: OpCall) -> list[OpPlacements]:
     """Return every strategy of a call on one mesh dimension: all replicate, all partial_grad, and those of its rule.
 
     A dimension of size 1 is never sharded; other sizes are ignored. The caller drops strategies with uneven slices
-    (`layout.is_even` of every input and output). Any combination of one strategy per mesh dimension is a strategy on
-    the whole mesh.
+    (`layout.is_even` of every input and output). Any combination of one strategy per mesh dimension that is `allowed`
+    is a strategy on the whole mesh.
     """
     entry = find(call)
     known = [
@@ -77,8 +83,16 @@ def has_rule(call: OpCall) -> bool:
     return find(call) is not None
 
 
-def own_reductions(call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
-    """Return the all-reduces that the operator itself runs with inputs in these layouts; most operators run none."""
+def allowed(call: OpCall, input_layouts: Sequence[Layout]) -> bool:
+    """Tell whether the operator's strategies on the single mesh dimensions go together."""
+    entry = find(call)
+    return entry is None or entry.allows is None or entry.allows(call, input_layouts)
+
+
+def own_collectives(
+    call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]
+) -> Sequence[Reduction | AllToAll]:
+    """Return the collectives that the operator itself runs with inputs in these layouts; most operators run none."""
     entry = find(call)
     if entry is None or entry.op_collectives is None:
         return []

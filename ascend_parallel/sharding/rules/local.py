@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
 
@@ -20,6 +22,25 @@ class AllReduce(Protocol):
 
     def __call__(self, tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
         """Return the "sum" or "max"; direction: "forward" or "backward", in which the operator asks for it."""
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks among which tokens go to their experts: those of this rank's line of a mesh dimension.
+
+    places
+        The index along the mesh dimension of each rank of `group`.
+    settings
+        In how many groups the experts are exchanged.
+    """
+
+    group: dist.ProcessGroup
+    places: Sequence[int]
+    settings: Settings
+
+
+FindExpertRanks = Callable[[int], ExpertRanks]
+"""Returns the ranks along a mesh dimension."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,11 @@ class LocalCall:
     draws: bool = False
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], all_reduce: AllReduce | None = None, stream: str = ""
+        self,
+        inputs: Sequence[torch.Tensor],
+        all_reduce: AllReduce | None = None,
+        stream: str = "",
+        find_expert_ranks: FindExpertRanks | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the local outputs; differentiable by autograd.
 
@@ -55,13 +80,15 @@ class LocalCall:
             For an operator that runs collectives itself (`Reduction`).
         stream
             Names the call's random numbers, for operators that draw them; the same on all ranks.
+        find_expert_ranks
+            For an operator that sends tokens to experts (`AllToAll`).
         """
         if self.draws:
             result = self._seeded(Part(self, tuple(inputs), all_reduce, stream))
         elif self.run is None:
             result = self.operator(inputs)
         else:
-            result = self.run(Part(self, tuple(inputs), all_reduce, stream))
+            result = self.run(Part(self, tuple(inputs), all_reduce, stream, find_expert_ranks))
         if isinstance(result, torch.Tensor):
             return (result,)
         return tuple(tensor for tensor in result if isinstance(tensor, torch.Tensor))
@@ -187,12 +214,15 @@ class Part:
         For an operator that runs collectives itself (`Reduction`); None without other ranks.
     stream
         Names the call's random numbers, the same on all ranks; another stream, other numbers. "": the call draws none.
+    find_expert_ranks
+        For an operator that sends tokens to experts (`AllToAll`); None without other ranks.
     """
 
     local: LocalCall
     inputs: tuple[torch.Tensor, ...]
     all_reduce: AllReduce | None = None
     stream: str = ""
+    find_expert_ranks: FindExpertRanks | None = None
 
     @property
     def call(self) -> OpCall:
@@ -244,6 +274,12 @@ class Part:
         if self.all_reduce is None:
             raise RuntimeError(f"{self.call.name} runs a collective itself here: give all_reduce")
         return self.all_reduce(tensor, mesh_dim, op, direction)
+
+    def expert_ranks(self, mesh_dim: int) -> ExpertRanks:
+        """Return the ranks among which tokens go to their experts along a mesh dimension."""
+        if self.find_expert_ranks is None:
+            raise RuntimeError(f"{self.call.name} sends tokens to other ranks here: give find_expert_ranks")
+        return self.find_expert_ranks(mesh_dim)
 
     def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local tensors, with the named arguments replaced.

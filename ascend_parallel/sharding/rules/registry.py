@@ -41,35 +41,72 @@ class Reduction:
     direction: str = "forward"
 
 
+@dataclass(frozen=True)
+class AllToAll:
+    """An all-to-all that a rule's implementation runs inside the operator, along one mesh dimension.
+
+    nbytes
+        The bytes of the slices of all ranks together.
+    direction
+        "forward" or "backward".
+    """
+
+    mesh_dim: int
+    nbytes: float
+    direction: str = "forward"
+
+
 Rule = Callable[[OpCall], Iterable[OpPlacements]]
 """Returns an operator's strategies on one mesh dimension, besides running whole on every rank."""
 Run = Callable[[Part], Any]
 """Runs a rank's part, where the operator's call on local tensors would be wrong."""
 
-OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], list[Reduction]]
+OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], Sequence[Reduction | AllToAll]]
 """Returns the collectives that an operator runs itself, from the layouts of its inputs and the mesh's shape."""
+
+Allows = Callable[[OpCall, Sequence[Layout]], bool]
+"""Tells whether an operator's strategies on single mesh dimensions go together, from the layouts of its inputs."""
 
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """A rule; how a rank runs its part (None: the operator on the local tensors); the operator's own collectives."""
+    """A rule; how a rank runs its part (None: the operator on the local tensors); the operator's own collectives.
+
+    allows
+        None: all strategies of single mesh dimensions go together.
+    """
 
     rule: Rule
     run: Run | None = None
     op_collectives: OpCollectives | None = None
+    allows: Allows | None = None
 
 
 ENTRIES: dict[str, RegisteredRule] = {}
 
 
 @overload
-def register_rule(target: Any, rule: Rule, run: Run | None = None, inside: OpCollectives | None = None) -> Rule: ...
+def register_rule(
+    target: Any,
+    rule: Rule,
+    run: Run | None = None,
+    inside: OpCollectives | None = None,
+    allows: Allows | None = None,
+) -> Rule: ...
 @overload
 def register_rule(
-    target: Any, rule: None = None, run: Run | None = None, inside: OpCollectives | None = None
+    target: Any,
+    rule: None = None,
+    run: Run | None = None,
+    inside: OpCollectives | None = None,
+    allows: Allows | None = None,
 ) -> Callable[[Rule], Rule]: ...
 def register_rule(
-    target: Any, rule: Rule | None = None, run: Run | None = None, inside: OpCollectives | None = None
+    target: Any,
+    rule: Rule | None = None,
+    run: Run | None = None,
+    inside: OpCollectives | None = None,
+    allows: Allows | None = None,
 ) -> Rule | Callable[[Rule], Rule]:
     """Register a rule for an operator, replacing any earlier rule. Without `rule`: return a decorator.
 
@@ -85,7 +122,9 @@ def register_rule(
         On all ranks or on none, the outputs' autograd graph must contain a floating-point input, if only with a zero
         gradient: in backward the input's conversion may wait for all ranks.
     inside
-        Returns the all-reduces that `run` runs (`Part.reduced`), which the plan counts; the same on all ranks.
+        Returns the collectives that `run` runs (`Part.reduced`), which the plan counts; the same on all ranks.
+    allows
+        Tells from the inputs' layouts whether strategies of several mesh dimensions go together; None: all do.
 
     Raises `ValueError` for a target without a namespace.
     """
@@ -94,7 +133,7 @@ def register_rule(
         raise ValueError(f"target is {name!r}; give an operator of torch.ops or its name, such as 'aten.linear'")
 
     def register(new_rule: Rule) -> Rule:
-        ENTRIES[name] = RegisteredRule(new_rule, run, inside)
+        ENTRIES[name] = RegisteredRule(new_rule, run, inside, allows)
         return new_rule
 
     return register if rule is None else register(rule)

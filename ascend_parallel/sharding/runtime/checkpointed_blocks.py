@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rules import draws
+from ascend_parallel.sharding.rules import draws, experts
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
@@ -189,8 +189,15 @@ class _BlockBuilder:
             read_inside={value.node for value, names in readers.items() if names & inside},
             last=last[0],
             recompute_collectives=recompute_collectives,
-            sync_boundary=recompute_collectives or not self._plan.regathered.isdisjoint(read),
+            sync_boundary=recompute_collectives
+            or any(map(self._exchanges, nodes))
+            or not self._plan.regathered.isdisjoint(read),
         )
+
+    def _exchanges(self, node: Node) -> bool:
+        """Tell whether tokens go to their experts in an operator, which they do again in the second run."""
+        is_mixture = node.call is not None and node.call.name == experts.CALL
+        return is_mixture and bool(experts.exchange_dims(self._schedule.inputs[node.name]))
 
     def _kept(self, nodes: Sequence[Node], owner: str | None) -> set[str]:
         """Return the kept nodes. Around single operators these are all other nodes that draw no random numbers."""

@@ -11,7 +11,7 @@ import torch
 from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
-from ascend_parallel.sharding.rules.local import AllReduce
+from ascend_parallel.sharding.rules.local import AllReduce, FindExpertRanks
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
@@ -54,6 +54,8 @@ class Run(Instruction):
         In a checkpointed block: keep the results for the second run.
     gathers
         The inputs that backward gathers again.
+    find_expert_ranks
+        For an operator that sends tokens to experts. It communicates again in the second run of a checkpointed block.
     """
 
     node: Node
@@ -61,6 +63,7 @@ class Run(Instruction):
     all_reduce: AllReduce | None = None
     keep: bool = False
     gathers: tuple[Gather, ...] = ()
+    find_expert_ranks: FindExpertRanks | None = None
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the operator."""
@@ -80,10 +83,15 @@ class Run(Instruction):
         """The registers of the operator's inputs."""
         return self.reads[: len(self.node.inputs)]
 
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator itself communicates."""
+        return self.all_reduce is not None or self.find_expert_ranks is not None
+
     def compute(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
         """Return the outputs for these inputs; `stream` names the forward's random numbers."""
         names = f"{stream}/{self.node.name}" if self.local.draws else ""
-        outputs = self.local(inputs, all_reduce or self.all_reduce, names)
+        outputs = self.local(inputs, all_reduce or self.all_reduce, names, self.find_expert_ranks)
         if len(outputs) != len(self.node.outputs):
             raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
         return outputs
@@ -91,7 +99,7 @@ class Run(Instruction):
     def _checkpointed(self, inputs: list[torch.Tensor], results: SavedResults, stream: str) -> Tensors:
         all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
         run = partial(self.compute, inputs, stream, all_reduce)
-        return results.operator(run) if self.keep and self.all_reduce is None else run()
+        return results.operator(run) if self.keep and not self.communicates else run()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ascend_parallel.sharding.runtime.eager_program import EagerProgram
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
-from ascend_parallel.sharding.runtime.rank_plan import RankPlan
+from ascend_parallel.sharding.runtime.rank_plan import NOT_OVERLAPPED, RankPlan
 from ascend_parallel.sharding.tracing.function_calls import first_names
 
 
@@ -62,6 +62,7 @@ class EagerState:
         self._schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
         if overlap is not None:
             self._schedule = fuse(plan, replace(overlap, region=False), held_weights=True)
+        self._settings = overlap or NOT_OVERLAPPED
         self._compile()
         self._specs: dict[Value, DTensorSpec] = {}
         self._owners: list[tuple[torch.nn.Module, str, ParameterRef]] = []
@@ -111,6 +112,7 @@ class EagerState:
             coordinate=self.coordinate,
             local_inputs=self.local_inputs,
             counts=self.collective_counts,
+            settings=self._settings,
         )
         self.program = EagerProgram(self._rank_plan, self.calls)
 

@@ -26,7 +26,7 @@ EXACT = ("aten.embedding.default",)
 # Operators that multiply the matrices in the last two dimensions of their tensors.
 MATRICES = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "attention")
 # Operators that multiply over any dimension.
-PRODUCTS = ("einsum", "convolution", "conv1d", "conv2d", "conv3d")
+PRODUCTS = ("mixture_of_experts", "einsum", "convolution", "conv1d", "conv2d", "conv3d")
 
 _Found = tuple[str, int, str]
 """A node, a mesh dimension, and why its bits depend on the number of ranks there."""
@@ -60,7 +60,7 @@ def _sums(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
             yield reader, dim, "the gradient of its input is a sum over ranks, which has no tree"
     for name, steps in runs.op_collectives.items():
         for step in steps:
-            yield name, step.mesh_dim, "its own sum over ranks has no tree"
+            yield name, step.mesh_dim, "its own collective has no tree"
 
 
 def _summed_dims(plan: ShardingPlan, redistribution: Redistribution | None) -> Iterator[int]:

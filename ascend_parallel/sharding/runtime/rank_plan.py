@@ -19,6 +19,8 @@ from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 
+NOT_OVERLAPPED = Settings(num_chunks=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
@@ -36,6 +38,8 @@ class RankPlan:
         The parameters whose gradients are summed over ranks.
     counts
         Counts the collectives that run.
+    settings
+        Of operators that overlap their own collectives; without overlap they run in one piece.
     """
 
     plan: ShardingPlan
@@ -46,6 +50,7 @@ class RankPlan:
     prefetches: Mapping[str, Sequence[PrefetchGroup]] = field(default_factory=dict)
     summed: tuple[SummedGradient, ...] = ()
     counts: Counter[CollectiveEvent] = field(default_factory=Counter)
+    settings: Settings = NOT_OVERLAPPED
 
     @cached_property
     def summed_by_value(self) -> dict[Value, SummedGradient]:
@@ -104,4 +109,5 @@ def plan_for_rank(
         checkpointed_blocks=found,
         prefetches=starts,
         summed=summed,
+        settings=overlap or NOT_OVERLAPPED,
     )

@@ -83,7 +83,7 @@ def _blocks(instructions: Sequence[Instruction]) -> Iterator[tuple[bool, list[In
     for instruction in instructions:
         is_fusible = isinstance(instruction, Load) or (
             isinstance(instruction, Run)
-            and not (instruction.local.draws or instruction.all_reduce or instruction.gathers)
+            and not (instruction.local.draws or instruction.communicates or instruction.gathers)
         )
         if block and is_fusible != fusible:
             yield fusible, block

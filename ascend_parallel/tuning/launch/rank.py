@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.tuning.launch.devices import BACKENDS, own_device
-from ascend_parallel.tuning.launch.ranks import begin_rank, deliver
+from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, store_file
+
+
+def join_group(backend: str, timeout: timedelta) -> None:
+    """Join the ranks of the job. They meet in a file: another program may take a port that was free a moment ago."""
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    store = dist.FileStore(str(store_file()), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def main() -> None:
@@ -17,7 +25,7 @@ def main() -> None:
     job = begin_rank()
     torch.set_num_threads(1)
     own_device(job["device"])
-    dist.init_process_group(BACKENDS[job["device"]], timeout=timedelta(seconds=job["limit"]))
+    join_group(BACKENDS[job["device"]], timedelta(seconds=job["limit"]))
     module, _, name = job["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(dist.group.WORLD, **job["arguments"])
     dist.barrier()  # no rank exits while another rank still communicates with it

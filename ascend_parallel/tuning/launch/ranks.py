@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,6 @@ def run_ranks(job: Job, on_progress: Callable[[str], None]) -> Any:
 @contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     processes: list[subprocess.Popen[bytes]] = []
-    port = _free_port()
     try:
         for rank in range(job.ranks):
             prefix = job.ends[rank].prefix if job.ends else []
@@ -118,7 +116,7 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=_environment(job, rank, port),
+                    env=_environment(job, rank),
                     start_new_session=True,
                 )
             processes.append(process)
@@ -131,7 +129,7 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                 process.wait()
 
 
-def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
+def _environment(job: Job, rank: int) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(UNWANTED_PREFIXES)}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -139,8 +137,6 @@ def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(job.ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(job.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "PYTHONWARNINGS": "ignore",
         "PARENT_PID": str(os.getpid()),
         "PARENT_PACKAGE": PACKAGE,
@@ -181,13 +177,6 @@ def _output(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
-
-
 # ---- functions for the rank's program -------------------------------------------------------------------
 
 
@@ -212,6 +201,11 @@ def deliver(results: Any) -> None:
     """Hand the results over to the starting program; only rank 0 writes them."""
     if os.environ["RANK"] == "0":
         _replace(_job_file().with_name("results.json"), json.dumps(results))
+
+
+def store_file() -> Path:
+    """Return the path of the file in which the ranks meet."""
+    return _job_file().with_name("store")
 
 
 def _replace(path: Path, text: str) -> None:
