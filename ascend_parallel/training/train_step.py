@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.settings import Settings
+from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
 from ascend_parallel.sharding.tensor_shard import TensorShard
@@ -86,10 +87,16 @@ def train_step(
 
     Raises `DisagreementError` on every rank if their strategies differ, `StrategyOptionError` if the job's number of
     ranks is not the strategy's, `ValueError` for a parameter that requires grad but is in no parameter group of the
-    optimizer, and the errors of `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
+    optimizer, `DegreeError` if the bits are to be the same at every degree and are not, and the errors of
+    `plan_training`, `parallelize`, `Pipeline` and `ParallelOptimizer`.
     """
     options = StepOptions(static, local_batches, check_batches)
     check_arguments(model, batch, strategy, options)
+    if strategy.max_norm is not None and (settings or current_settings()).at_every_degree:
+        raise DegreeError(
+            f"COC_DETERMINISTIC=tp: max_norm={strategy.max_norm}: the norm of gradients is summed over the ranks' "
+            "parts, which has no tree"
+        )
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
     planned = None if strategy.mode == "hybrid" else _planned(strategy, model, batch, loss)

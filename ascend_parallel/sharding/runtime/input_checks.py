@@ -62,11 +62,11 @@ def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, ten
 
 
 def refuse_every_degree(settings: Settings) -> None:
-    """Raise `DegreeError` if the settings ask for bits that a planned model does not have."""
+    """Raise `DegreeError` if the settings ask for bits that a model does not have which its own Python runs."""
     if settings.at_every_degree:
         raise DegreeError(
-            "COC_DETERMINISTIC=tp: a planned or marked model sums as its plan says, which depends on the mesh: use "
-            "COC_DETERMINISTIC=1, or Megatron-core, transformers or torch for the tensor-parallel layers"
+            "COC_DETERMINISTIC=tp: a marked or eager model, a pipeline, and a plan without overlap or with compile "
+            "have other bits on another mesh: use a graph of the whole model (ShardedModule, train_step) with overlap"
         )
 
 
@@ -80,17 +80,20 @@ def confirm_same_plan(
     bucket_bytes: int = 0,
     recompute: Recompute | None = None,
     compile: str | None = None,
+    in_tree: bool = False,
 ) -> int:
     """Return a seed that is the same on all ranks of `group`, by default of the default group.
 
     Raises `DisagreementError` on every rank unless plan, settings, options and the model's values agree on all ranks,
-    and `DegreeError` if the bits are to be the same at every degree.
+    and `DegreeError` if the bits are to be the same at every degree, unless what runs the plan sees to it (`in_tree`).
     """
-    refuse_every_degree(settings)
     mine = {"the sharding plan": plan.digest, "overlap": str(overlap), "the model's parameters": fingerprint(model)}
     mine |= {"bucket_bytes": str(bucket_bytes), "recompute": repr(recompute or Recompute())}
     mine |= {"compile": str(compile)}
     mine |= {name: str(value) for name, value in settings.as_dict().items()}
     problem = "ranks call parallelize with different plans, settings or models"
     cure = "Give all ranks the same, and seed them alike or load one checkpoint"
-    return confirm_same(group or dist.group.WORLD, "parallelize", mine, problem, cure)
+    seed = confirm_same(group or dist.group.WORLD, "parallelize", mine, problem, cure)
+    if not in_tree:
+        refuse_every_degree(settings)
+    return seed

@@ -75,12 +75,13 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
         for node in plan.graph.nodes.values()
         if node.kind == CALL and node.call is not None and (found := matmul_of(node.call)) is not None
     ]
-    for mesh_dim, size in enumerate(plan.mesh.shape):
-        for node, matmul in matmuls if size > 1 else []:
+    # For the same bits at every degree, one rank multiplies in the same blocks.
+    dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or settings.at_every_degree]
+    for mesh_dim in dims:
+        for node, matmul in matmuls:
             builder.row(node, matmul, mesh_dim)
-    for mesh_dim, size in enumerate(plan.mesh.shape):
-        if size > 1:
-            builder.columns(matmuls, mesh_dim)
+    for mesh_dim in dims:
+        builder.columns(matmuls, mesh_dim)
     return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
 
 
@@ -108,6 +109,9 @@ class _ScheduleBuilder:
         value = Value(node.name)
         reads, layout = self.inputs[node.name], self.layouts[value]
         if node.name in self._done or layout[mesh_dim] != SUM or reads[matmul.weight][mesh_dim] != shard(matmul.k_dim):
+            return
+        if self._mesh.shape[mesh_dim] == 1:
+            self._add_kernel(RowKernel, [(node, matmul)], mesh_dim, None)  # any layout is the whole tensor
             return
         targets = self._targets(value, mesh_dim)
         if targets <= {SUM}:
@@ -137,7 +141,11 @@ class _ScheduleBuilder:
             if column and node.name not in self._done:
                 by_input.setdefault(node.inputs[matmul.x], []).append((node, matmul))
         for value, readers in by_input.items():
-            self._columns_of(value, readers, mesh_dim)
+            if self._mesh.shape[mesh_dim] == 1:
+                for group in self._groups(readers):
+                    self._add_kernel(ColumnKernel, group, mesh_dim, None)
+            else:
+                self._columns_of(value, readers, mesh_dim)
 
     def _columns_of(self, value: Value, columns: list[_Column], mesh_dim: int) -> None:
         """Fuse the column matmuls that read `value`."""
@@ -145,7 +153,8 @@ class _ScheduleBuilder:
         converted_once = shared is not None and shared[mesh_dim] == PARTIAL_GRAD
         source = self.layouts[value] if converted_once or shared is None else shared
         placement = source[mesh_dim]
-        if placement == PARTIAL_GRAD or (placement.kind != "shard" and value not in self._differentiable):
+        communicates = placement.kind == "shard" or value in self._differentiable
+        if placement == PARTIAL_GRAD or not (communicates or self._settings.at_every_degree):
             return  # no collective runs for this input
         groups, new = self._groups(columns), placement if placement.kind == "shard" else REPLICATE
         names = {node.name for node, _ in columns}

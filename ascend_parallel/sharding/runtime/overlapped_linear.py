@@ -117,9 +117,12 @@ class _Overlapped:
         x: torch.Tensor,
         *operands: torch.Tensor | None,
         forward_wrapper: ForwardWrapper,
+        parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """Return ``function(x, *operands, layer)`` with the rows in the first dimension, and back in their own."""
         layer = self.layer if forward_wrapper is run_directly else replace(self.layer, forward_wrapper=forward_wrapper)
+        if parts and self.settings.at_every_degree:
+            layer = replace(layer, parts=parts)
         if not self.row_dim:
             return function(x, *operands, layer)
         return function(x.movedim(self.row_dim, 0), *operands, layer).movedim(0, self.row_dim)
@@ -140,7 +143,9 @@ class ColumnKernel(_Overlapped):
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y_shard_n [..., N / R]`` of each node."""
         x, weight, bias = self.operands(inputs)
-        return self.parts(self._call(run_column, x, weight, bias, forward_wrapper=forward_wrapper), inputs)
+        sizes = self._sizes(inputs)
+        y = self._call(run_column, x, weight, bias, forward_wrapper=forward_wrapper, parts=sizes)
+        return self.parts(y, inputs)
 
     def operands(self, inputs: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return x [..., K], and the weights [N / R, K] and biases [N / R] of all nodes as one."""
@@ -151,8 +156,13 @@ class ColumnKernel(_Overlapped):
 
     def parts(self, y: torch.Tensor, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
         """Return the output of each node, for the output of all as one."""
-        sizes = [_weight(matmul, tensors).shape[0] for matmul, tensors in zip(self.matmuls, inputs, strict=True)]
-        return [y] if len(sizes) == 1 else list(torch.split_with_sizes(y, sizes, dim=-1))
+        sizes = self._sizes(inputs)
+        return list(torch.split_with_sizes(y, sizes, dim=-1)) if sizes else [y]
+
+    def _sizes(self, inputs: Sequence[Tensors]) -> tuple[int, ...]:
+        """Return the features N / R of each of several nodes; of one node none."""
+        pairs = zip(self.matmuls, inputs, strict=True)
+        return tuple(_weight(matmul, tensors).shape[0] for matmul, tensors in pairs) if len(self.matmuls) > 1 else ()
 
 
 class RowKernel(_Overlapped):

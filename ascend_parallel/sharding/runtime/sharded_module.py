@@ -20,6 +20,7 @@ from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.compiler import compile_plan
+from ascend_parallel.sharding.runtime.every_degree import refuse_sums_without_tree
 from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
@@ -94,8 +95,9 @@ class ShardedModule(torch.nn.Module):
         compile
             "segments": torch.compile compiles the operators between two collectives; None: every operator runs alone.
 
-        Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `ValueError` for a
-        rank outside of the plan's mesh, a model other than the plan's, and a group with other ranks than the mesh;
+        Raises `DisagreementError` on every rank if plans or settings differ or a rank is missing; `DegreeError` on
+        every rank if the bits are to be the same at every degree and the plan has others; `ValueError` for a rank
+        outside of the plan's mesh, a model other than the plan's, and a group with other ranks than the mesh;
         `RuntimeError` if the mesh has no groups.
         """
         super().__init__()
@@ -111,7 +113,10 @@ class ShardedModule(torch.nn.Module):
             bucket_bytes=bucket_bytes,
             recompute=recompute,
             compile=compile,
+            in_tree=overlap and group is None and compile is None,
         )
+        if settings.at_every_degree:
+            refuse_sums_without_tree(plan, settings)  # the ranks have the same plan and settings: all refuse alike
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
         coordinate = plan.mesh.coordinate(dist.get_rank())
