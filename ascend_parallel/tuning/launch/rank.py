@@ -16,7 +16,7 @@ from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, store_file
 def join_group(backend: str, timeout: timedelta) -> None:
     """Join the ranks of the job. They meet in a file: another program may take a port that was free a moment ago."""
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store = dist.FileStore(str(store_file()), ranks)
+    store = dist.FileStore(str(store_file()), ranks)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
