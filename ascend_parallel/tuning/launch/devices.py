@@ -1,11 +1,16 @@
-"""The devices of ranks on one machine: an accelerator that torch finds (an NPU by torch_npu, or CUDA), or the CPU."""
+"""The devices of ranks on one machine: an accelerator that torch finds (an NPU by torch_npu, or CUDA), or the CPU.
+
+torch is imported by the functions: the command line reads this module, and shows its help without torch.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 CPU = "cpu"
 BACKENDS = {CPU: "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -16,6 +21,8 @@ def device_for(ranks: int) -> str:
 
     "cpu" if torch finds no accelerator of a known backend, or fewer devices than ranks.
     """
+    import torch
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in BACKENDS or torch.accelerator.device_count() < ranks:
         return CPU
@@ -24,11 +31,15 @@ def device_for(ranks: int) -> str:
 
 def device_of(group: dist.ProcessGroup) -> str:
     """Return the type of device that a group's backend is for."""
+    import torch.distributed as dist
+
     return next(kind for kind, backend in BACKENDS.items() if backend == dist.get_backend(group))
 
 
 def own_device(kind: str) -> torch.device:
     """Return this rank's device of a type, and make it the current one: its index is LOCAL_RANK."""
+    import torch
+
     if kind == CPU:
         return torch.device(CPU)
     index = int(os.environ["LOCAL_RANK"])
