@@ -7,6 +7,10 @@ import small_models
 import torch
 
 import ascend_parallel
+from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding import ProcessMesh, mixture_of_experts, propagate, trace
+from ascend_parallel.sharding.runtime.every_degree import refuse_sums_without_tree
 from ascend_parallel.training.options import OverlapOptions
 from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.training.strategy import Strategy
@@ -104,3 +108,56 @@ def test_what_has_no_tree_is_an_error(ranks, options, words):
     for text in ranks(2).run(train, TREE, options):
         assert isinstance(text, str)
         assert words in text
+
+
+class Scores(torch.nn.Module):
+    """A product of two activations."""
+
+    def forward(self, x, y):
+        return x @ y
+
+
+class Experts(torch.nn.Module):
+    """Experts behind a router's scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(8, *size)) for size in ((12, 4), (4, 12)))
+
+    def forward(self, x, y):
+        chosen, index = y.softmax(-1).topk(2)
+        return mixture_of_experts(x, index, chosen, self.up, self.down)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, y):
+        return self.part(x, y) * 2
+
+
+INPUTS = {Scores: (torch.randn(2, 8, 16), torch.randn(2, 16, 4)), Experts: (torch.randn(2, 8, 4), torch.randn(2, 8, 8))}
+CUT_ROWS, CUT_SUM = ((None, "mp", None), (None, None, None)), ((None, None, "mp"), (None, "mp", None))
+BATCHES = (("mp", None, None), ("mp", None, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Scores, {"strategies": {"part": (CUT_ROWS, None)}}, "matmul on mesh dimension mp: it is cut, and neither"),
+        (Scores, {"strategies": {"part": (CUT_SUM, None)}}, "matmul on mesh dimension mp: its partial sums"),
+        (Scores, {"strategies": {"part": (BATCHES, None)}}, None),  # whole matrices
+        (Experts, {"expert_dim": "mp"}, "mixture_of_experts on mesh dimension mp: "),
+        (Experts, {}, "mixture_of_experts on mesh dimension mp: "),
+    ],
+)
+def test_matmuls_of_parts_and_experts_are_errors(kind, options, words):
+    graph = trace(Model(kind()), INPUTS[kind])
+    plan = propagate(graph, ProcessMesh(torch.arange(2), ("mp",)), **options)
+    if words is None:
+        refuse_sums_without_tree(plan, Settings(**TREE))
+        return
+    with pytest.raises(DegreeError, match=words):
+        refuse_sums_without_tree(plan, Settings(**TREE))

@@ -119,15 +119,7 @@ _operator = torch.library.custom_op(NAME, _whole, mutates_args=(), schema=SCHEMA
 
 
 @_operator.register_fake
-def _(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    gate: torch.Tensor | None = None,
-    activation: str = "silu",
-) -> torch.Tensor:
+def _(x: torch.Tensor, *_others: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
