@@ -79,9 +79,11 @@ def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: 
     framework = IN_FORCE.framework
     if framework is None or not framework.settings.at_every_degree:
         return own(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        framework.log_uncovered(module, "it is being compiled, and a process group cannot be")
     (x, *more), parameters = args, dict(module.named_parameters())
     dim = sequence_dim(x.placements[0], x.ndim) if isinstance(x, DTensor) and mesh.ndim == 1 else None
-    if dim is None or more or kwargs or parameters.keys() != module._parameters.keys() or torch.compiler.is_compiling():
+    if dim is None or more or kwargs or parameters.keys() != module._parameters.keys():
         framework.log_uncovered(module, "it is more than a norm of rows that ranks share, in one DTensor")
     local = {name: each.to_local(grad_placements=[Replicate()]) for name, each in parameters.items()}
     y = run_norm(module, own, x.to_local(), local, RowBlocks(group=mesh.get_group(), dim=dim or 0))

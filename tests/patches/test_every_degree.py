@@ -233,3 +233,25 @@ def parallel_loss(group):
 
 def test_a_parallel_loss_is_an_error(ranks):
     assert all("loss_parallel()" in text for text in ranks(2).run(parallel_loss))
+
+
+def compiled(group):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(**TREE)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))})
+    try:
+        torch.compile(model, backend="aot_eager")(torch.randn(2, 16, 64))
+    except ascend_parallel.DegreeError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return ""
+
+
+def test_compiled_norms_of_shared_rows_are_an_error(ranks):
+    for text in ranks(2).run(compiled):
+        assert "0 (RMSNorm) cannot run in the tree: it is being compiled" in text
