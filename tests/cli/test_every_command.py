@@ -202,7 +202,7 @@ def test_a_missing_file_or_folder_is_named(words, name, folder):
     refused(result, f"{words[0]}: ", missing.parent)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -148,6 +148,7 @@ def test_it_says_the_ten_best_and_why_the_others_lose():
     assert Path("planned-4.toml").read_text().startswith(HEADER)
 
 
+@pytest.mark.slow
 def test_json_has_the_parts_of_time_and_memory():
     found = json.loads(plan("1GB", "--json").stdout)
     for each in found["best"]:

@@ -22,6 +22,12 @@ from ascend_parallel.training.checkpoint import save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = f"{EXAMPLES}/sharding/llama.py:small"
+MLP = """import torch
+
+def mlp():
+    layers = torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256)
+    return torch.nn.Sequential(*layers), (torch.zeros(64, 256),)
+"""
 
 
 class Terminal(io.StringIO):
@@ -37,7 +43,7 @@ TRAINED = ("--model", "llama2-7b", "--ranks", "8", "--memory", "64GB", "--batch"
 LONG = [
     (("doctor",), "examining"),
     (("propagate", MODEL, "--mesh", "mp=2", "--brief"), "tracing"),
-    (("propagate", MODEL, "--mesh", "mp=2", "--advise"), "propagation "),
+    (("propagate", "{folder}/model.py:mlp", "--mesh", "mp=2", "--advise"), "propagation "),
     (("strategy", f"{EXAMPLES}/strategy/train.py:planned", "--config", f"{EXAMPLES}/strategy/gpt.toml"), "planning"),
     (("plan-training", *TRAINED, "--out", "{folder}/strategy.toml"), "tracing"),
     (("predict", "--model", "llama2-7b"), "predicting"),
@@ -52,7 +58,8 @@ LONG = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """A temporary folder with a timeline and a checkpoint."""
+    """A temporary folder with a model, a timeline and a checkpoint."""
+    (tmp_path / "model.py").write_text(MLP)
     (tmp_path / "spans").mkdir()
     for rank in range(2):
         write(tmp_path / "spans", *made(rank, steps=3))
@@ -118,6 +125,7 @@ def terminal_text(terminal):
     return found.decode()
 
 
+@pytest.mark.slow
 def test_advice_has_json_too():
     words = ["propagate", MODEL, "--mesh", "mp=2", "--advise", "--json"]
     found = json.loads(CliRunner().invoke(app, words).stdout)

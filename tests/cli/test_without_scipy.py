@@ -14,6 +14,7 @@ def python(code, *words):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_patches_of_megatron_need_no_scipy():
     ended = python("import ascend_parallel.patches.megatron.seam")
     assert ended.returncode == 0, ended.stderr

@@ -262,6 +262,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, variables, m
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_command_line():
     code = "import ascend_parallel.__main__, sys; assert not {'typer', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

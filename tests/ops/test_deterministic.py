@@ -230,7 +230,7 @@ def off_gloo(group):
         collectives.on_gloo = kept
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("count", [3, 4])
 def test_backends_that_are_not_gloo(ranks, count):
     assert ranks(count).run(off_gloo) == [(True, 1)] * count

@@ -83,6 +83,7 @@ def at_degrees(ranks, cases, degrees=(1, 2, 4)):
     return found
 
 
+@pytest.mark.sample("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_of_one_rank(ranks, dtype):
     """Also with chunks, and with sequence parallelism where the rows can be shared."""

@@ -162,7 +162,7 @@ def test_without_it_a_llama_differs(ranks, path):
     assert one["losses"] != two["losses"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_styles_train_alike_at_every_degree(ranks, dtype):
     one, two, four = at_degrees(ranks, native, dtype, TREE)

@@ -113,6 +113,7 @@ def at_degrees(ranks, *args, degrees=(1, 2, 4)):
     return found
 
 
+@pytest.mark.sample("swiglu")
 @pytest.mark.parametrize(
     ("options", "dtype"), [(GPT, torch.float32), (BIASES, torch.bfloat16)], ids=["swiglu", "biases, bf16"]
 )

@@ -165,7 +165,7 @@ def plain():
     return output(FORWARD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("environ", [{}, {"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, {"COC_MODE": "0"}])
 def test_off_means_untouched(plain, environ):
     assert plain.endswith("tensor_parallel/layers.py")
@@ -382,7 +382,7 @@ def test_run_a_script(tmp_path):
         assert lines[1].endswith("patches/megatron/layers.py")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "code"), [(["run"], 2), (["run", "nowhere.py"], 2), (["run", "--help"], 0)])
 def test_run_without_a_script(call, code):
     done = subprocess.run([sys.executable, "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)

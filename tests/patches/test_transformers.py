@@ -69,6 +69,7 @@ def test_losses_and_gradients(ranks, path, name, count, micro_batches):
         assert calls == ((4 if name in ("GPTNeoX", "Phi3") else 7) * 2 + 1) * micro_batches
 
 
+@pytest.mark.sample("Qwen2")
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_16_bits(ranks, path, name):
     for different, (error, where), _ in ranks(2).run(trained, path(name), torch.bfloat16, 1):
@@ -223,6 +224,7 @@ def checked(group, path):
     return report, error
 
 
+@pytest.mark.sample("Llama")
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(ranks, path, name):
     for report, error in ranks(2).run(checked, path(name)):

@@ -169,7 +169,7 @@ REAL += (("num_key_value_heads", 16),)
 ONE = (("num_experts_per_tok", 1),)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "case",
     [

@@ -304,6 +304,7 @@ def advised_of_attention(**options):
         return model, principled(model, (torch.zeros(512, 64, 512),), MESH, **options)
 
 
+@pytest.mark.slow
 def test_only_the_data_dimension_cuts_the_batch():
     model, advised = advised_of_attention(data_dim="dp", only_data_cuts_batch=True)
     cuts = [entry for each in advised for entry in each.in_strategy]
@@ -351,6 +352,7 @@ def test_the_full_text_has_a_line_for_each_principle():
     assert str(advice) == advice.text() == "\n".join(lines[: lines.index("")])
 
 
+@pytest.mark.slow
 def test_the_example_proposes_the_batch_along_dp_alone():
     spec = importlib.util.spec_from_file_location("advice_example", FILE.parent / "advice.py")
     example = importlib.util.module_from_spec(spec)

@@ -28,7 +28,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 def test_losses_are_those_of_whole_tensors(ranks, shape, name):
@@ -86,7 +86,7 @@ def targets_of(name, rows, generator):
     return target
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", BY_CLASS)
 @on_ranks()

@@ -92,7 +92,7 @@ def test_data_parallel_training(ranks, count):
         assert without == 0 < default < small
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
 @on_ranks(4)
 def test_training_on_two_mesh_dimensions(group, name):

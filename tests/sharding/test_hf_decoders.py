@@ -52,6 +52,7 @@ def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks, name):
     assert held[0] != held[-1]
 
 
+@pytest.mark.slow
 def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
     held = ranks(8).run(trained, "Llama", 2, 2, 2, {})
     assert union(held) == set(dict(decoder("Llama").named_parameters()))
@@ -68,7 +69,7 @@ def test_a_bias_added_twice_is_seen(group):
         registry.ENTRIES["aten.addmm"] = kept
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 def test_the_experts_of_transformers_train(ranks, experts):
     """On one card the experts are gathered for each token: torch's grouped matmul knows no float64."""

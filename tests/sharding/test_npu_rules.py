@@ -243,5 +243,6 @@ def test_every_fused_operator_is_cut(environ):
     run(environ, every_fused_operator_is_cut)
 
 
+@pytest.mark.slow
 def test_a_planned_model_trains_like_one_card(environ):
     run(environ, a_planned_model_trains_like_one_card, ranks=4)

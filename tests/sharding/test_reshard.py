@@ -198,7 +198,7 @@ def test_every_pair_on_a_plane(ranks, array, shape, stride):
     check_bytes(shape, mesh, pairs, results, exact=shape == (4, 8))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("apart")
 @pytest.mark.parametrize(
     ("source", "target"),
     [([0, 1], [2, 3]), ([0, 1, 2], [3]), ([1, 0, 2], [1, 2, 3]), ([0, 1, 2, 3], [2, 1])],

@@ -205,7 +205,7 @@ def megatron(tmp_path_factory):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [("plain", PLAIN), ("gated", GATED)])
 def test_a_model_of_megatron_loads_whole_and_in_other_slices(ranks, megatron, kind, options):
     expected = ranks(1).run(load_gpt, megatron[kind], options)[0]

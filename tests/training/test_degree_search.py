@@ -182,7 +182,7 @@ def test_a_model_that_depends_on_its_rows_is_traced_at_each_size():
         rescaled(trace(2).graph, trace(8).graph, LinearFit(2, 8, 16))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "several"), SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
@@ -251,6 +251,7 @@ def test_a_model_that_places_itself_is_refused():
             search_degrees(model, batch, ranks=4, memory=64e9)
 
 
+@pytest.mark.slow
 def test_a_strategy_is_found_in_one_call():
     model, batch = gpt()
     best = search_degrees(model, batch, ranks=4, memory=64e9, hardware="910b1").tables()

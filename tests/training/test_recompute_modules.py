@@ -80,7 +80,7 @@ def bytes_between(model, x):
 KEEPS = [(), ("mlp.3",), ("mlp.*",), (":*scaled_dot_product*", "mix"), ("mlp.0:addmm",)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_a_module(stack, keep):
     model, x = stack

@@ -42,7 +42,7 @@ def planned(**options):
     return plan_training(Strategy(**BASE, **options), gpt.GPT(), gpt.batch_of(0))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -85,7 +85,7 @@ def test_equal_stages_in_a_row_are_told_once():
     assert len({len(line) for line in table}) == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -136,6 +136,7 @@ def test_no_overlap_says_nothing_of_it():
     assert "overlap:" not in explain(planned(overlap=OverlapOptions(operators=False)))
 
 
+@pytest.mark.slow
 def test_zero_stages_divide_what_they_say():
     held = {}
     for zero_stage in range(4):
@@ -147,6 +148,7 @@ def test_zero_stages_divide_what_they_say():
         assert parameters == pytest.approx(held[0][0] / (2 if zero_stage >= 3 else 1), rel=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_backwards_take_fp32():
     plans = {}
     for count in (1, 2):
@@ -173,6 +175,7 @@ def test_the_plan_is_json_and_says_the_operators_if_asked():
     assert "layers.0.up linear" not in explain(found)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_need_no_memory():
     strategy = Strategy(mesh={"dp": 128, "tp": 8}, pipeline=PipelineOptions(degree=8, micro_batches=16), mode="auto")
     with torch.device("meta"):
@@ -200,6 +203,7 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
     assert explain(deep).splitlines()[-2].startswith("0, 2  ")
 
 
+@pytest.mark.sample("1f1b-1", "zbv-2")
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
 def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages):
     """plan-training's last check keeps the rank that `strategy` shows as the fullest, counted here action by action."""

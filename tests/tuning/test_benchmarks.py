@@ -61,7 +61,7 @@ def test_a_wrong_link_is_an_error_in_one_line():
     assert ended.stderr.splitlines()[-1].startswith("buckets.py: the rate 'fast' is not allowed")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("again", "kept", "expected"),
     [
