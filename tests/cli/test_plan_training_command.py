@@ -113,7 +113,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))

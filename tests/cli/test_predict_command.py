@@ -120,7 +120,7 @@ def test_a_comparison_has_the_gains_and_chunks_of_the_models_own_prediction(run,
     assert counts == {(layer, way): count for layer, ways in case["chunks"].items() for way, count in ways.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "others"),
     [

@@ -93,7 +93,7 @@ def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expecte
     assert isinstance(json.loads(silent.stdout), dict)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_real_terminal_gets_progress_unless_json_is_asked_for(more):
     """A process with a pseudo-terminal as its output: the line is shown, and erased at the end."""

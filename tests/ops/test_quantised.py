@@ -112,7 +112,7 @@ def test_scales_that_do_not_fit_are_refused(changed, message):
         QuantisedWeight(**{"values": torch.zeros(64, 8, dtype=torch.int8), "scale": torch.ones(8), **changed})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("3-channel-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("count", [2, 3, 4])

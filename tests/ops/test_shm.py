@@ -31,6 +31,7 @@ def every_path(group, dtype):
     return COUNTS.as_dict()
 
 
+@pytest.mark.sample("4-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_path_matches_the_truth(ranks, count, dtype):

@@ -118,6 +118,7 @@ def test_backends_that_are_not_gloo_have_the_same_bits(ranks, sequence_parallel)
         assert ranks(count).run(off_gloo, case) == one * count
 
 
+@pytest.mark.slow
 def test_plain_bits_depend_on_the_degree(ranks):
     """The comparison above can fail."""
     for dtype in (torch.float32, torch.bfloat16):

@@ -157,6 +157,7 @@ def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
     assert all(norm > 0.1 for norm in one["norms"])
 
 
+@pytest.mark.slow
 def test_without_it_a_llama_differs(ranks, path):
     one, two = at_degrees(ranks, llama, path, torch.float32, {"deterministic": True}, degrees=(1, 2))
     assert one["losses"] != two["losses"]

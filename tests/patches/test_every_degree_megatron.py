@@ -146,6 +146,7 @@ def test_chunks_and_eight_ranks_change_nothing(ranks):
     assert at_degrees(ranks, GPT, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
 
 
+@pytest.mark.slow
 def test_without_it_degrees_differ(ranks):
     """The comparison above can fail, also without dropout."""
     options = {**GPT, "attention_dropout": 0.0}

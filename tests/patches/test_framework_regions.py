@@ -75,7 +75,7 @@ def torch_native(group, plan):
     return unequal(plain, late), worst(late, right), calls, left
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("3-layers")
 @pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_decoders_of_torch(ranks, plan, count):

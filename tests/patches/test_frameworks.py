@@ -49,6 +49,7 @@ def test_it_is_an_error_if_asked_for_at_every_import(asked):
     assert "PatchError: megatron-core: expected a version" in done.stderr
 
 
+@pytest.mark.slow
 def test_only_named_frameworks_are_patched():
     done = forked(IMPORT + SHOW, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="transformers")
     assert done.stdout.startswith("False {'transformers': "), done.stderr
@@ -88,6 +89,7 @@ def test_what_is_not_installed_is_an_error_only_if_it_is_named():
     assert forked(hidden, COC_PARALLEL_NUM="4").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -35,7 +35,7 @@ def beside_layers(group, options):
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("llama, sequence parallel")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks, options):
     for found in ranks(2).run(beside_layers, with_regions(options)):
@@ -78,7 +78,7 @@ def unfinished_rows(group, options):
     )
 
 
-@pytest.mark.sample("gpt, sequence parallel")
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
 def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
     options = with_regions({**OPTIONS[style], "recompute": style == "llama", "steps": 2})
@@ -130,7 +130,7 @@ def data_parallel(group, distributed_optimizer):
     return all(map(torch.equal, *gradients)) and moved, counts["region"]["calls"]
 
 
-@pytest.mark.sample("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
     assert ranks(4).run(data_parallel, distributed_optimizer) == [(True, 16)] * 4

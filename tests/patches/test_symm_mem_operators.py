@@ -121,6 +121,7 @@ def test_scatters_along_every_dimension(ranks, count, dtype):
         assert (counts["chunks"] > counts["calls"]) == (num_chunks > 1)
 
 
+@pytest.mark.slow
 def test_one_rank(ranks):
     for shape in SHAPES:
         ranks(1).run(gather_matrix, shape, torch.float32, [8, 40], 3)

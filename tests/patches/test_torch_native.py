@@ -42,7 +42,7 @@ def trained(group, plan, options, micro_batches):
     return unequal(plain, overlapped), worst(overlapped, right), {name: n for name, n in after.items() if n}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("3-layers")
 @pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_losses_and_gradients(ranks, plan, count):
@@ -58,7 +58,7 @@ def test_losses_and_gradients(ranks, plan, count):
             assert made["matmul_reduce_scatter"] == made["all_gather_matmul"] == 2 * (2 + gathering) + 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
 @pytest.mark.parametrize(
     ("options", "micro_batches", "limit"),

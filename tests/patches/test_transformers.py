@@ -47,7 +47,7 @@ def trained(group, path, dtype, micro_batches):
 # Of each layer of a Llama: seven input gradients of column layers or outputs of row layers are summed; a GPT-NeoX and a
 # Phi-3 (whose projections are gathered and split) have four. The vocabulary's layer sums its own. A GPT-NeoX's row
 # biases are added after the sum, where DTensor adds a share of them on each rank before it.
-@pytest.mark.sample(2)
+@pytest.mark.sample("Llama-2-1")
 @pytest.mark.parametrize(
     ("name", "count", "micro_batches"),
     [

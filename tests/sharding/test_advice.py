@@ -87,6 +87,7 @@ PRINCIPLES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PRINCIPLES)
 def test_operators_are_named_by_their_published_principle(name):
     example = published.EXAMPLES[name]()

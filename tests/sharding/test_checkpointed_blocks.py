@@ -164,7 +164,7 @@ def counted(group, options, keywords):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_cut", [False, True])
 def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
     for overlap, settings in ((False, {}), (True, CHUNKS), (True, GATHERED)):
@@ -323,6 +323,7 @@ def own_sums(group, options):
     return sum(found[3].values()) - sum(found[1].values())
 
 
+@pytest.mark.slow
 def test_collectives_inside_of_an_operator(ranks):
     behind = {"modules": [""]}
     assert ranks(2).run(own_sums, behind) == [0, 0]

@@ -86,7 +86,7 @@ def targets_of(name, rows, generator):
     return target
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", BY_CLASS)
 @on_ranks()

@@ -303,6 +303,7 @@ def saved(group, folder):
     assert placements >= {(Shard(1), Shard(0)), (Shard(0), Shard(1))}
 
 
+@pytest.mark.slow
 def test_checkpoints_and_clipping_are_torchs(ranks, tmp_path):
     ranks(4).run(saved, str(tmp_path))
 

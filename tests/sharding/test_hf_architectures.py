@@ -50,7 +50,7 @@ def one_step(group, name, mode):
     return set(held), set(parameters)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("auto-BioGpt")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("mode", STRATEGIES)
 def test_an_architecture_trains_as_on_one_card(ranks, mode, name):

@@ -65,7 +65,7 @@ def check_lives(program):
     assert freed == (written & read | written - set(program.inputs)) - set(program.outputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_every_register_is_read_while_alive_and_freed_once(name, rank):

@@ -234,6 +234,7 @@ def run(environ, function, ranks=1):
         assert "every check was made" in ended.stdout
 
 
+@pytest.mark.slow
 def test_every_strategy_gives_the_whole(environ):
     run(environ, every_strategy_gives_the_whole)
 

@@ -164,7 +164,7 @@ def run_model(group, name, batch, mesh_shape, options):
     return regions(), DelayedWork.unfinished
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("Llama-dp and mp")
 @pytest.mark.parametrize(
     "count, mesh_shape, options",
     [

@@ -84,6 +84,7 @@ def test_the_best_are_those_of_exhaustive_search(make, ranks, limit):
         assert search.evaluation.least_memory(each) <= search.evaluation.memory(each).total, each
 
 
+@pytest.mark.slow
 def test_bounds_leave_most_candidates_untimed():
     result = found(gpt, 8, 64e9, rows=24)
     assert result.timed < result.considered / 4, "a search that times everything is no search"
@@ -204,6 +205,7 @@ def test_a_timed_schedule_is_the_simulated_one(name, several, ranks):
         assert live(name, ranks, len(forward), count) == expected.live
 
 
+@pytest.mark.slow
 def test_memory_is_kept_and_named_when_nothing_fits():
     ample = found(gpt, 4, 64e9)
     assert ample.too_large is None

@@ -160,12 +160,13 @@ def local(group, wrong):
     return found
 
 
+@pytest.mark.slow
 def test_each_rank_gives_its_own_part_of_a_batch_and_the_loss_counts(ranks):
     for found in ranks(6).run(local, None):
         assert [ours for ours, _ in found] == pytest.approx([theirs for _, theirs in found], rel=1e-9)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0, 4])
 def test_another_part_of_the_batch_on_another_mesh_is_seen(ranks, wrong):
     ranks(6).run(local, wrong)

@@ -260,7 +260,7 @@ def example(name):
     return module
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "count"), [(resnet, 2), (two_meshes, 8)], ids=["resnet", "two_meshes"])
 def test_published_examples(ranks, function, count):
     for found, expected in ranks(count).run(function):

@@ -189,5 +189,6 @@ def marked(group):
     return found[0][1], found[1][1]
 
 
+@pytest.mark.slow
 def test_marks_on_a_planned_model(ranks):
     assert ranks(2).run(marked) == [(["layers.0", "layers.1"], [])] * 2

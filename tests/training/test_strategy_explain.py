@@ -118,6 +118,7 @@ def test_a_plan_that_no_card_holds_is_warned_of():
         assert "warning" not in explain(fitting)
 
 
+@pytest.mark.slow
 def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
     model, batch = gpt.GPT(), gpt.batch_of(0)
     all_alike = plan_training(Strategy(mode="data", mesh={"dp": 3}), model, batch)
@@ -160,6 +161,7 @@ def test_gradients_of_several_backwards_take_fp32():
     assert "add up" not in explain(plans[1])
 
 
+@pytest.mark.slow
 def test_stages_hold_their_part_and_the_embedding_twice():
     whole = as_dict(planned())["stages"][0]["parameters"]
     stages = as_dict(planned(pipeline=PipelineOptions(degree=2, micro_batches=4)))["stages"]
@@ -203,7 +205,7 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
     assert explain(deep).splitlines()[-2].startswith("0, 2  ")
 
 
-@pytest.mark.sample("1f1b-1", "zbv-2")
+@pytest.mark.sample("zbv-2")
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
 def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages):
     """plan-training's last check keeps the rank that `strategy` shows as the fullest, counted here action by action."""

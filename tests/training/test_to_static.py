@@ -153,7 +153,7 @@ def test_a_marked_model_runs_eagerly_as_one_card(ranks, shape, stage):
     check(ranks(shape[0] * shape[1]).run(eager, shape, stage, 2 if stage == 2 else 1))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_marks_train_by_the_graph(ranks, shape, stage):
