@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
         else:
             kept = {index for index, item in enumerate(sets) if item.callspec.id in mark.args}
             if len(kept) < len(mark.args) and not any("::" in argument for argument in config.args):
-                raise pytest.UsageError(f"{sets[0].location[0]}: {mark} names a parameter set that there is not")
+                raise pytest.UsageError(f"{sets[0].nodeid}: {mark} names a parameter set that there is not")
         for index in set(range(len(sets))) - kept:
             sets[index].add_marker(pytest.mark.slow)
 

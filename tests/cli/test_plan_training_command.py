@@ -71,7 +71,7 @@ def on_one_card():
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("share", [1.0, 1.2, 1.5, 100.0])
+@pytest.mark.parametrize("share", [1.0, 100.0])
 def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, least, share):
     found = plan(least * share, "--out", "best.toml")
     assert found.exit_code == 0, found.output
@@ -107,7 +107,6 @@ def test_each_of_the_best_is_a_strategy_that_trains(ranks, tmp_path):
 KINDS = [
     *({"pp": 2, "dp": 2, "schedule": schedule, "virtual_stages": several} for schedule, several in SCHEDULES),
     *({"pp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
-    *({"dp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
     *({"dp": 2, "tp": 2, "zero_stage": stage} for stage in ZERO_STAGES),
     *({"dp": 4, "zero_stage": stage, "recompute": "layers"} for stage in ZERO_STAGES),
 ]

@@ -48,7 +48,6 @@ LONG = [
     (("plan-training", *TRAINED, "--out", "{folder}/strategy.toml"), "tracing"),
     (("predict", "--model", "llama2-7b"), "predicting"),
     (("bench", *TIMED), "starting the ranks"),
-    (("tune", *TIMED, "--out", "{folder}/plan.json"), "starting the ranks"),
     (("timeline", "{folder}/spans", "--no-png"), "merging"),
     (("checkpoint", "show", "{folder}/saved"), "comparing checksums"),
     (("checkpoint", "convert", "{folder}/saved", "{folder}/whole.pt", "--to", "torch"), "converting"),
@@ -68,7 +67,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-SLOW = ("doctor", "predict", "bench", "plan-training", "strategy", "tune", "--advise")
+SLOW = ("doctor", "predict", "bench", "plan-training", "strategy", "--advise")
 CASES = [
     pytest.param(words, expected, id=" ".join(words[:1] + words[-1:]).replace("{folder}/", ""), marks=marks)
     for words, expected in LONG

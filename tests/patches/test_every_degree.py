@@ -115,6 +115,7 @@ def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype
     assert len(set(one["losses"])) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path, dtype):
     one, two, four = at_degrees(ranks, llama, write(tmp_path, "Qwen3", **SIZES, head_dim=16), dtype, TREE)

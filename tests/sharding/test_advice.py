@@ -181,7 +181,6 @@ def small_vit():
 
 SEARCHED = {
     "mlp": (mlp, [0, 1], None, 1),
-    "gpt": (small_gpt, list(range(8)), None, None),
     "gpt data": (small_gpt, [[0, 1], [2, 3]], "dp", None),
     "vit": (small_vit, [[0, 1], [2, 3]], None, 2),
 }
