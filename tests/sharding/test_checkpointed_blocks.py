@@ -142,7 +142,7 @@ def train(group, collectives):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_training_against_the_whole_model(ranks, collectives):
     for whole, recomputing in ranks(4).run(train, collectives):
