@@ -415,6 +415,9 @@ def test_status_command():
     done = subprocess.run([*call, "--json"], capture_output=True, text=True, env=environ, timeout=60)
     found = json.loads(done.stdout)
     assert found["settings"]["num_chunks"] == 4
-    assert [patch["applied"] for patch in found["patches"] if "ParallelLinear.forward" in patch["target"]] == [True, True]
+    assert [patch["applied"] for patch in found["patches"] if "ParallelLinear.forward" in patch["target"]] == [
+        True,
+        True,
+    ]
     shown = subprocess.run(call, capture_output=True, text=True, env=environ, timeout=60).stdout
     assert "RowParallelLinear.forward" in shown

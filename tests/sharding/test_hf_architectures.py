@@ -50,8 +50,12 @@ def one_step(group, name, mode):
     return set(held), set(parameters)
 
 
-# A batch that is cut alone asks of an architecture only that it can be traced, as mode "auto" does: every eighth.
-CASES = [*(("auto", name) for name in ARCHITECTURES), *(("data", name) for name in [*ARCHITECTURES][::8])]
+CASES = [("auto", name) for name in ARCHITECTURES]
+# Where the batch alone is cut, it has only to be traced, as in mode "auto": every eighth, and all in make stress.
+CASES += [
+    pytest.param("data", name, marks=[pytest.mark.stress] if place % 8 else [])
+    for place, name in enumerate(ARCHITECTURES)
+]
 
 
 @pytest.mark.sample("auto-BioGpt")
