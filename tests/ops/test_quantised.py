@@ -113,7 +113,7 @@ def test_scales_that_do_not_fit_are_refused(changed, message):
         QuantisedWeight(**{"values": torch.zeros(64, 8, dtype=torch.int8), "scale": torch.ones(8), **changed})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("3-tensor-torch.bfloat16")
 @pytest.mark.parametrize(("count", "grain", "dtype"), pairwise([2, 3, 4], GRAINS, DTYPES), ids=str)
 @on_ranks()
 def test_the_error_is_what_the_grain_implies(group, grain, dtype):
