@@ -39,12 +39,17 @@ def models_with(layer: Any) -> list[torch.nn.Module]:
     return [model for model in models if any(module is layer for module in model.modules())]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def described(layer: Any) -> str:
     """Return the path of a module in its model, and its class, for an error: looks at all modules of the process.
 
-    It runs as Python also in a model that is being compiled: torch's tracer cannot list a process's objects.
+    It runs as Python also in a model that is being compiled: torch's tracer cannot list a process's objects. The mark
+    is made here, because it imports torch's tracer, which an import of this package must not.
     """
+    text: str = torch.compiler.disable(_described)(layer)
+    return text
+
+
+def _described(layer: Any) -> str:
     paths = [path for model in models_with(layer) for path, module in model.named_modules() if module is layer]
     path, kind = max(paths, key=len, default=""), type(layer).__name__
     return f"{path} ({kind})" if path else kind

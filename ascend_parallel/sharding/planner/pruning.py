@@ -19,8 +19,8 @@ from ascend_parallel.sharding.planner.integer_program import optimum
 
 # Rounds of messages at most, and between two attempts to find a solution and to remove options.
 ROUNDS, EVERY = 60, 5
-# Options of each choice among which a solution is looked for.
-TRIED = 4
+# Options of each choice among which a solution is looked for: as many of these as `SMALL` sums allow, or one.
+TRIED = (4, 3, 2)
 # Of the costs: differences below this are rounding.
 ROUNDING = 1e-9
 # Sums for which the remaining problem is eliminated at once.
@@ -46,11 +46,7 @@ def solved_by_pruning(problem: AssignmentProblem) -> PartialSolution:
 
     Raises `TimeoutError` if neither finds a solution.
     """
-    try:
-        found = pruned(problem)
-    except TooWideError:
-        whole = optimum(problem)
-        return PartialSolution(whole.chosen, whole.cost, whole.bound, {})
+    found = pruned(problem)
     if found.bound == found.cost:
         return found
     try:
@@ -63,10 +59,7 @@ def solved_by_pruning(problem: AssignmentProblem) -> PartialSolution:
 
 
 def pruned(problem: AssignmentProblem) -> PartialSolution:
-    """Return the best solution that was found, and what may be better.
-
-    Raises `TooWideError` if even few options for each choice are too many for elimination.
-    """
+    """Return the best solution that was found, and what may be better."""
     problem, remaining = _finite(problem), {name: np.arange(size) for name, size in problem.sizes.items()}
     chosen, cost, bound = dict[str, int](), float("inf"), -float("inf")
     messages = _Messages(problem)
@@ -76,7 +69,7 @@ def pruned(problem: AssignmentProblem) -> PartialSolution:
         if round_ % EVERY:
             continue
         excess = messages.excess()
-        found = _solution(problem, remaining, _nearest(remaining, excess))
+        found = _near_solution(problem, remaining, excess)
         if found[1] < cost:
             chosen, cost = found
         slack = ROUNDING * abs(cost)
@@ -120,11 +113,17 @@ def _kept(bound: float, excess: Costs, cost: float, slack: float) -> npt.NDArray
     return kept if len(kept) else np.array([int(excess.argmin())])
 
 
-def _nearest(
-    remaining: Mapping[str, npt.NDArray[np.int64]], excess: Mapping[str, Costs]
-) -> dict[str, npt.NDArray[np.int64]]:
-    """Return for each choice the places of the few options of least excess."""
-    return {name: np.sort(np.argsort(excess[name], kind="stable")[:TRIED]) for name in remaining}
+def _near_solution(
+    problem: AssignmentProblem, remaining: Mapping[str, npt.NDArray[np.int64]], excess: Mapping[str, Costs]
+) -> tuple[dict[str, int], float]:
+    """Return the best solution among the few options of least excess of each choice, and its cost."""
+    order = {name: np.argsort(excess[name], kind="stable") for name in remaining}
+    for tried in TRIED:
+        try:
+            return _solution(problem, remaining, {name: np.sort(near[:tried]) for name, near in order.items()}, SMALL)
+        except TooWideError:
+            continue
+    return _solution(problem, remaining, {name: near[:1] for name, near in order.items()})
 
 
 def _solution(

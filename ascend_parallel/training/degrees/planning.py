@@ -16,7 +16,7 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem
-from ascend_parallel.sharding.planner.propagate import slice_replicated
+from ascend_parallel.sharding.planner.propagate import overlap_settings, slice_replicated
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
@@ -63,5 +63,6 @@ class Planner:
     def _problem_of(self, rows: int, tp: int) -> tuple[Search, AssignmentProblem]:
         mesh = ProcessMesh(list(range(tp)), [TENSOR])
         costs = MeshCosts.of(mesh, self._hardware)
-        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware, costs)
+        overlap = overlap_settings(settings=self._settings)
+        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware, costs, overlap=overlap)
         return search, search.problem()
