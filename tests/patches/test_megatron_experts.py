@@ -284,8 +284,11 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "expert-parallel group has one rank" in reasons["one rank"]
 
 
-def replaced_on_one_rank(group):
-    """Return losses plain and overlapped with a method replaced on rank 1 alone, and the exchanges that ran."""
+def replaced_on_one_rank(group, first):
+    """Return losses plain and overlapped, and the exchanges that ran.
+
+    From step `first` on a method of the first layer is replaced on rank 1 alone.
+    """
     from megatron_cpu import next_token_loss
     from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
 
@@ -296,12 +299,11 @@ def replaced_on_one_rank(group):
         for chunks in (1, 4):
             ascend_parallel.configure(num_chunks=chunks)
             model = small_moe_gpt(moe_config())
-            for layer in model.decoder.layers[: 1 if chunks > 1 else 0]:
-                own = layer.mlp.token_dispatcher.combine_postprocess
-                if group.rank() == 1:
-                    layer.mlp.token_dispatcher.combine_postprocess = lambda *args, own=own: own(*args)
+            dispatcher = model.decoder.layers[0].mlp.token_dispatcher
             ascend_parallel.ops.COUNTS.clear()
             for step in range(2):
+                if chunks > 1 and group.rank() == 1 and step == first:
+                    dispatcher.combine_postprocess = lambda *args, own=dispatcher.combine_postprocess: own(*args)
                 loss = next_token_loss(model, tokens_of(step))
                 loss.backward()
                 losses.append(loss.item())
@@ -309,10 +311,11 @@ def replaced_on_one_rank(group):
     return losses, counts, len(model.decoder.layers)
 
 
-def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(ranks):
-    for losses, (_, calls), layers in ranks(2).run(replaced_on_one_rank):
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(ranks, first):
+    for losses, (_, calls), layers in ranks(2).run(replaced_on_one_rank, first):
         assert losses[:2] == losses[2:]
-        assert calls == 2 * 2 * (layers - 1)  # 2 steps, forward and backward, of the other layers
+        assert calls == 2 * (2 * layers - (2 - first))  # forward and backward, of 2 steps
 
 
 @pytest.mark.parametrize(
