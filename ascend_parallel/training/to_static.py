@@ -118,7 +118,7 @@ def to_static(
     batch = _sample(loader) if input_spec is None else pytree.tree_map_only(torch.Tensor, _zeros, tuple(input_spec))
     loss = _with_targets(loss) if isinstance(loss, nn.Module) else loss
     if optimizer is None:
-        plan = plan_prediction(strategy, whole, batch, loss)
+        plan = plan_prediction(strategy, whole, batch, loss, settings=options.get("settings"))
         module = ShardedModule(whole, plan, overlap=strategy.overlap.operators, local_inputs=is_sharded, **options)
         return StaticPredictor(module, model, mesh)
     step = train_step(

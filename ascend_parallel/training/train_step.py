@@ -99,7 +99,7 @@ def train_step(
         )
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)
-    planned = None if strategy.mode == "hybrid" else _planned(strategy, model, batch, loss)
+    planned = None if strategy.mode == "hybrid" else _planned(strategy, model, batch, loss, static, settings)
     if planned is None:
         runner: Runner = HybridRunner(model, loss, strategy)
     elif not static:
@@ -115,8 +115,11 @@ def train_step(
     return TrainStep(strategy, planned, runner, parallel, checks, settings)
 
 
-def _planned(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss) -> TrainingPlan:
-    planned = plan_training(strategy, model, batch, loss)
+def _planned(
+    strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss, static: bool, settings: Settings | None
+) -> TrainingPlan:
+    # The model's own Python runs without overlapped operators.
+    planned = plan_training(strategy, model, batch, loss, overlap=None if static else False, settings=settings)
     check_training_mode(planned)
     for warning in plan_warnings(planned) if dist.get_rank() == 0 else ():
         log.warning("train_step: %s", warning)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import annotated
@@ -79,7 +80,15 @@ class TrainingPlan:
             raise StrategyOptionError(f"evaluate: {error}") from None
 
 
-def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss = mean_loss) -> TrainingPlan:
+def plan_training(
+    strategy: Strategy,
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss: Loss = mean_loss,
+    *,
+    overlap: bool | None = None,
+    settings: Settings | None = None,
+) -> TrainingPlan:
     """Plan the training of `model` on batches like `batch`, for any number of ranks and without starting any.
 
     model
@@ -89,6 +98,8 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
         batch.
     loss
         Returns the mean loss of a batch, (sum, count) or `WeightedLoss`; by default the model returns the loss.
+    overlap, settings
+        As for `propagate`; without `overlap.operators` of the strategy nothing overlaps.
 
     Raises `StrategyOptionError`, `StrategyError`, `TraceError`, `MemoryLimitError`.
     """
@@ -111,7 +122,9 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     by_shape: dict[tuple[int, ...], ShardingPlan] = {}
     for mesh in meshes:
         if mesh.shape not in by_shape:
-            by_shape[mesh.shape] = _sharded(strategy, graph, mesh, {**marked, **strategy.operators})
+            by_shape[mesh.shape] = _sharded(
+                strategy, graph, mesh, {**marked, **strategy.operators}, overlap=overlap, settings=settings
+            )
     plan = by_shape[meshes[0].shape]
     stages: Mapping[str, int] = {}
     if strategy.pipeline.degree > 1:
@@ -132,7 +145,14 @@ def plan_training(strategy: Strategy, model: nn.Module, batch: Sequence[Any], lo
     )
 
 
-def plan_prediction(strategy: Strategy, model: nn.Module, batch: Sequence[Any], loss: Loss = mean_loss) -> ShardingPlan:
+def plan_prediction(
+    strategy: Strategy,
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss: Loss = mean_loss,
+    *,
+    settings: Settings | None = None,
+) -> ShardingPlan:
     """Plan ``loss(model, *batch)``, which may return anything, with the model in evaluation mode, on one mesh.
 
     Raises `StrategyOptionError` for stages, fused passes and mixed precision, and as `trace` and `propagate`.
@@ -144,7 +164,7 @@ def plan_prediction(strategy: Strategy, model: nn.Module, batch: Sequence[Any], 
     with evaluation_mode([model]):
         graph = trace(WithLoss(model, loss), tuple(batch))
     (mesh,) = strategy.meshes()
-    return _sharded(strategy, graph, mesh, {**annotated(model), **strategy.operators})
+    return _sharded(strategy, graph, mesh, {**annotated(model), **strategy.operators}, settings=settings)
 
 
 def _check_loss_dtype(graph: Graph) -> None:
@@ -213,7 +233,15 @@ def rows_of_part(tensor: torch.Tensor, parts: int) -> int:
     return tensor.shape[0] // parts
 
 
-def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Mapping[str, Any]) -> ShardingPlan:
+def _sharded(
+    strategy: Strategy,
+    graph: Graph,
+    mesh: ProcessMesh,
+    operators: Mapping[str, Any],
+    *,
+    overlap: bool | None = None,
+    settings: Settings | None = None,
+) -> ShardingPlan:
     auto = strategy.mode == "auto"
     # Along a dimension of one rank nothing is sharded; to ask for it would only take shardings from the others.
     replicated = auto and strategy.data_dim is not None and mesh.size(strategy.data_dim) > 1
@@ -230,6 +258,8 @@ def _sharded(strategy: Strategy, graph: Graph, mesh: ProcessMesh, operators: Map
         memory_limit=strategy.memory_limit,
         batch_norm=strategy.batch_norm,
         hardware=strategy.hardware,
+        overlap=overlap if strategy.overlap.operators else False,
+        settings=settings,
     )
     plan = with_casts(plan, strategy.amp)
     return sharded_parameters(plan, strategy.sharding.dim) if strategy.sharding.zero_stage == 3 else plan

@@ -137,7 +137,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         reason = _uncovered_on_all_ranks(self, megatron)
         if reason is None:
-            reason = megatron.agreed_reason(self, self.ep_group, _replaced_methods(self))
+            reason = megatron.reason_of_any(self.ep_group, _replaced_methods(self), hidden_states.device)
         if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
             reason = "it is called for a part of its work (intermediate_tensors)"
         if reason is not None:

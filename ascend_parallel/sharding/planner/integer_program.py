@@ -65,11 +65,13 @@ def optimum(problem: AssignmentProblem, *, seconds: float = 60.0) -> Optimum:
         column += pair.size
     matrix = sparse.csr_matrix((np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns))), (row, column))
     whole = np.concatenate(costs)
+    possible = np.isfinite(whole)
+    whole = np.where(possible, whole, 0.0)
     scale = float(np.abs(whole).max()) or 1.0  # HiGHS has absolute tolerances
     solution = milp(
         whole / scale,
         constraints=LinearConstraint(matrix, right, right),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, possible.astype(float)),
         integrality=np.concatenate([np.ones(options), np.zeros(column - options)]),
         options={"time_limit": seconds, "mip_rel_gap": 0.0},
     )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, collector_paused
 from ascend_parallel.sharding.layout import REPLICATE, Layout
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -60,6 +61,8 @@ def propagate(
     batch_norm: str = "sync",
     hardware: str = DEFAULT_HARDWARE,
     costs: MeshCosts | None = None,
+    overlap: bool | None = None,
+    settings: Settings | None = None,
 ) -> ShardingPlan:
     """Return a plan with a layout for every tensor of `graph` on `mesh`.
 
@@ -98,6 +101,11 @@ def propagate(
         one card. "local": each rank's part has its own, as with torch's DDP; running statistics are averages.
     costs
         Costs of collectives; by default from `hardware`.
+    overlap
+        Objective "time": whether the plan will run overlapped. A collective next to a matmul then costs what stays
+        exposed beside the matmul, in the chunks of the settings. None: if the settings ask for overlap.
+    settings
+        Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
     Raises `StrategyError` for an invalid strategy, `ValueError` for a graph that contains collectives,
     `MemoryLimitError` if no plan found keeps the limit, and `TimeoutError` if the graph is too entangled for
@@ -143,6 +151,7 @@ def propagate(
         sequence_dim,
         expert_dim,
         only_data_cuts_batch=only_data_cuts_batch,
+        overlap=overlap_settings(overlap, settings),
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     with collector_paused():
@@ -150,6 +159,15 @@ def propagate(
     if memory_limit is None or plan.memory().total <= memory_limit:
         return slice_replicated(plan)
     return slice_replicated(_within(search, memory_limit))
+
+
+def overlap_settings(overlap: bool | None = None, settings: Settings | None = None) -> Settings | None:
+    """Return the settings by which a plan will run overlapped; None: it will not.
+
+    overlap: None: if the settings ask for overlap. settings: None: the current settings.
+    """
+    used = settings or current_settings()
+    return used if (used.effective_mode == 2 if overlap is None else overlap) else None
 
 
 def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:

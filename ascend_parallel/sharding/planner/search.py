@@ -8,17 +8,19 @@ own, and from there for each reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import chain, product
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, starmap
 from typing import TypeVar
 
 import numpy as np
 
-from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, TensorMeta, Value
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, backward, forward, is_even, shard
+from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.edge_costs import EdgeCosts, EdgeEnd, FusibleMatmul, GatheredGroup
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
@@ -34,45 +36,24 @@ from ascend_parallel.sharding.planner.options import (
     with_batch_cut_only_by,
     without_partials,
 )
+from ascend_parallel.sharding.planner.overlapped_matmul import (
+    ColumnGroup,
+    ExposedCosts,
+    Matmul,
+    column_group,
+    column_obstacle,
+    local_matmul,
+    matmul_of,
+    reads_columns,
+    row_obstacle,
+    sums_rows,
+)
 from ascend_parallel.sharding.planner.pruning import solved_by_pruning
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
-from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
-
-Layouts = tuple[Layout, ...]
-
-
-def conversion_costs(
-    mesh_shape: tuple[int, ...], costs: MeshCosts
-) -> Callable[[TensorMeta, Layouts, Layouts, bool], Costs]:
-    """Return a cached function of the seconds of conversions on a mesh of this shape.
-
-    ``matrix(meta, sources, targets, differentiable)[i, j]`` is the time from ``sources[i]`` to ``targets[j]``, with the
-    gradient's if differentiable.
-    """
-
-    @cache
-    def between_all(meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
-        placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]
-        layouts = product(placements, repeat=len(mesh_shape))
-        even = [layout for layout in layouts if is_even(meta.shape, layout, mesh_shape)]
-        seconds = all_pairs(meta.shape, meta.dtype.itemsize, mesh_shape, even, costs)
-        return {layout: place for place, layout in enumerate(even)}, seconds
-
-    @cache
-    def matrix(meta: TensorMeta, sources: Layouts, targets: Layouts, differentiable: bool) -> Costs:
-        index, seconds = between_all(meta)
-        rows, columns = ([index[forward(layout)] for layout in layouts] for layouts in (sources, targets))
-        chosen = seconds[np.ix_(rows, columns)]
-        if differentiable:
-            rows, columns = ([index[backward(layout)] for layout in layouts] for layouts in (targets, sources))
-            chosen = chosen + seconds[np.ix_(rows, columns)].T
-        return chosen
-
-    return matrix
-
+from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
 
 Result = TypeVar("Result")
 
@@ -101,10 +82,6 @@ class Interned:
     def outputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
         """Return the layouts of an output in each option."""
         return self.result(("outputs", index), (options,), lambda: tuple(option.outputs[index] for option in options))
-
-    def inputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
-        """Return the layouts of an input in each option."""
-        return self.result(("inputs", index), (options,), lambda: tuple(option.inputs[index] for option in options))
 
     def result(self, kind: Hashable, of: tuple[object, ...], compute: Callable[[], Result]) -> Result:
         """Return what `compute` returns for the objects `of`, computed once.
@@ -161,6 +138,8 @@ class Search:
     semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
     only_data_cuts_batch: whether no mesh dimension but `data` and `experts` shards the batch.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
+    overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
+    "time"); None: each collective costs its full time.
     """
 
     graph: Graph
@@ -176,11 +155,13 @@ class Search:
     only_data_cuts_batch: bool = False
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
+    overlap: Settings | None = None
 
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = tuple(self.mesh.shape)
-        self._conversions = conversion_costs(self._shape, self.costs)
+        self._exposed = ExposedCosts(self.costs, self.overlap) if self.overlap and self.objective == "time" else None
+        self._edges = EdgeCosts(self._shape, self.costs, self._exposed)
         self._model = CostModel(find_hardware(self.hardware))
         self.differentiable = differentiable_values(self.graph)
         options = Options(self._shape)
@@ -216,6 +197,8 @@ class Search:
         self._interned = Interned()
         self._drop_averages()
         self.readers = self.graph.readers()
+        self._returned = frozenset(self.graph.returned)
+        self._order = {name: place for place, name in enumerate(self.graph.nodes)}
         self._timed = readers_of_marked_weights(self.graph, self.options, self.configured)
         self._fixed: set[str] = set()
         self._fix_replicated()
@@ -268,15 +251,14 @@ class Search:
             costs = self._own_costs(node)
             problem.add(node.name, costs + price * self.bytes_held(node) if price else costs)
         for value, readers in self.readers.items():
-            source, layouts = value.node, self.produced(value)
+            source, ends = value.node, self._sources(value)
             if self._has_shared(value, readers):
-                source, layouts = self._add_shared(problem, value, readers)
+                source, ends = self._add_shared(problem, value, readers)
             for name, index in readers:
-                targets = self._interned.inputs(self._known[name], index)
-                problem.add_pair(source, name, self._matrix(value, layouts, targets))
-        whole = ((REPLICATE,) * len(self._shape),)
+                problem.add_pair(source, name, self._reader_costs(value, ends, name, index))
+        whole = (EdgeEnd((REPLICATE,) * len(self._shape)),)
         for value in self.graph.returned:
-            matrix = self._matrix(value, self.produced(value), whole)
+            matrix = self._matrix(value, self._sources(value), whole)
             problem.own[value.node] = problem.own[value.node] + matrix[:, 0]
         return problem
 
@@ -315,7 +297,7 @@ class Search:
             Value(name, index): layout for name, option in picked.items() for index, layout in enumerate(option.outputs)
         }
         shared = {
-            value: self._shared(value, readers)[chosen[_shared_name(value)]]
+            value: self._shared(value, readers)[chosen[_shared_name(value)]].layout
             for value, readers in self.readers.items()
             if self._has_shared(value, readers)
         }
@@ -332,6 +314,7 @@ class Search:
             single={name for name, options in self.options.items() if len(options) == 1},
             cost=problem.cost(chosen),
             bound=bound,
+            overlap=None if self._exposed is None else self.overlap,
         )
 
     def _gradients(self, node: Node) -> tuple[bool, ...]:
@@ -349,32 +332,205 @@ class Search:
 
     def _add_shared(
         self, problem: AssignmentProblem, value: Value, readers: Sequence[tuple[str, int]]
-    ) -> tuple[str, tuple[Layout, ...]]:
+    ) -> tuple[str, tuple[EdgeEnd, ...]]:
         """Add the choice of a tensor's shared layout with the conversion to it; return its name and candidates."""
-        layouts, shared, meta = self._shared(value, readers), _shared_name(value), self.graph.meta(value)
+        ends, shared, meta = self._shared(value, readers), _shared_name(value), self.graph.meta(value)
         costs = self._interned.result(
             ("bytes", meta),
-            (layouts,),
-            lambda: np.array([TIE_BREAK * meta.local_bytes(layout, self._shape) for layout in layouts]),
+            (ends,),
+            lambda: np.array([TIE_BREAK * meta.local_bytes(end.layout, self._shape) for end in ends]),
         )
         problem.add(shared, costs)
-        problem.add_pair(value.node, shared, self._matrix(value, self.produced(value), layouts))
-        return shared, layouts
+        problem.add_pair(value.node, shared, self._matrix(value, self._sources(value), ends))
+        return shared, ends
 
-    def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> tuple[Layout, ...]:
-        """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read."""
-        read = tuple(self._interned.inputs(self._known[name], index) for name, index in readers)
-        all_layouts = (self.produced(value), *read)
-        return self._interned.result(
-            "shared", all_layouts, lambda: tuple(dict.fromkeys(chain.from_iterable(all_layouts)))
+    def _shared(self, value: Value, readers: Sequence[tuple[str, int]]) -> tuple[EdgeEnd, ...]:
+        """Return the candidates for a tensor's shared layout: the layouts in which it is produced or read.
+
+        Where all matmuls that read it can run as one with its gather, that is a candidate of its own: it costs what
+        stays exposed, and allows only the options of readers that run so.
+        """
+        known = [self._known[name] for name, _ in readers]
+        kind = tuple(index for _, index in readers), value.index, value in self.differentiable
+        late = self._is_late(readers)
+
+        def compute() -> tuple[EdgeEnd, ...]:
+            read = (
+                option.inputs[index] for (_, index), options in zip(readers, known, strict=True) for option in options
+            )
+            layouts = dict.fromkeys(chain(self.produced(value), read))
+            return (*map(EdgeEnd, layouts), *(() if late else self._groups(value, readers)))
+
+        return self._interned.result(("shared", kind, late), (self._known[value.node], *known), compute)
+
+    def _is_late(self, readers: Sequence[tuple[str, int]]) -> bool:
+        """Tell whether matmuls cannot run as one, at the first of them: another input of theirs is computed later."""
+        names = [name for name, index in readers if self._reads_as_x(name, index)]
+        inputs = (value.node for name in names for value in self.graph.nodes[name].inputs)
+        return bool(names) and any(self._order[name] > self._order[names[0]] for name in inputs)
+
+    def _reads_as_x(self, name: str, index: int) -> bool:
+        matmul = self._matmul(self.graph.nodes[name])
+        return matmul is not None and matmul.x == index
+
+    def _groups(self, value: Value, readers: Sequence[tuple[str, int]]) -> Iterator[EdgeEnd]:
+        """Yield the ways in which all matmuls that read a tensor run as one with its gather, or its gradient's sum."""
+        members = [name for name, index in readers if self._reads_as_x(name, index)]
+        if self._exposed is None or not members:
+            return
+        for mesh_dim, size in enumerate(self._shape):
+            if size == 1 or not self._exposed.knows(mesh_dim):
+                continue
+            ways = [self._columns(self.graph.nodes[name], mesh_dim) for name in members]
+            for group, matmul in ways[0].items():
+                if not all(group in way for way in ways):
+                    continue
+                joined = replace(matmul.local, n=sum(way[group].local.n for way in ways))
+                for placement in matmul.placements:
+                    if self._others_read(readers, members, mesh_dim, placement):
+                        one = FusibleMatmul(joined, frozenset((placement,)))
+                        yield EdgeEnd(group.read, (one,), GatheredGroup(mesh_dim, placement, group))
+
+    def _others_read(
+        self, readers: Sequence[tuple[str, int]], members: Sequence[str], mesh_dim: int, placement: Placement
+    ) -> bool:
+        """Tell whether all readers beside `members` can read a tensor that is `placement` on a mesh dimension."""
+        return all(
+            name in members or any(option.inputs[index][mesh_dim] == placement for option in self._known[name])
+            for name, index in readers
         )
 
-    def _matrix(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Costs:
+    def _columns(self, node: Node, mesh_dim: int) -> dict[ColumnGroup, FusibleMatmul]:
+        """Return, by what makes matmuls run as one, those of a node's options that read columns along `mesh_dim`."""
+        return self._interned.result(
+            ("columns", signature(node), mesh_dim),
+            (self._known[node.name],),
+            lambda: {
+                self._group(node, option): matmul
+                for option, end in zip(self._known[node.name], self._column_ends(node), strict=True)
+                for matmul in end.matmuls
+                if matmul.local.mesh_dim == mesh_dim
+            },
+        )
+
+    def _group(self, node: Node, option: Option) -> ColumnGroup:
+        matmul = self._matmul(node)
+        assert matmul is not None and node.call is not None
+        return column_group(matmul, option.inputs, option.outputs[0], node.call.inputs[matmul.weight].dtype)
+
+    def _reader_costs(self, value: Value, ends: tuple[EdgeEnd, ...], name: str, index: int) -> Costs:
+        """Return the costs from a tensor's layouts, or shared layouts, to the options of a reader."""
+        node = self.graph.nodes[name]
+        targets = self._targets(value, node, index)
+        if not any(end.group for end in ends):
+            return self._matrix(value, ends, targets)
+        return self._interned.result(
+            ("of a group", self.graph.meta(value), value in self.differentiable, signature(node), index),
+            (ends, targets),
+            lambda: self._group_costs(value, ends, node, index, targets),
+        )
+
+    def _group_costs(
+        self, value: Value, ends: tuple[EdgeEnd, ...], node: Node, index: int, targets: tuple[EdgeEnd, ...]
+    ) -> Costs:
+        """Return the costs to a reader, with only the options that run as each group does."""
+        costs: Costs = self._matrix(value, tuple(EdgeEnd(end.layout) for end in ends), targets).copy()
+        member = self._reads_as_x(node.name, index)
+        for place, end in enumerate(ends):
+            group = end.group
+            for column, option in enumerate(self._known[node.name] if group else ()):
+                assert group is not None
+                if member:
+                    fits = self._group(node, option) == group.columns
+                else:
+                    fits = option.inputs[index][group.mesh_dim] == group.placement
+                if not fits:
+                    costs[place, column] = np.inf
+        return costs
+
+    def _matmul(self, node: Node) -> Matmul | None:
+        """Return the operands of a matmul that may run with a collective."""
+        return None if node.call is None or self._exposed is None else matmul_of(node.call)
+
+    def _sources(self, value: Value) -> tuple[EdgeEnd, ...]:
+        """Return the layouts in which a tensor is produced, with the matmuls that can sum it."""
+        node, options = self.graph.nodes[value.node], self._known[value.node]
+        read_once = bool(self.readers.get(value)) != (value in self._returned)
+        return self._interned.result(
+            ("sources", value.index, read_once),
+            (options,),
+            lambda: tuple(
+                EdgeEnd(option.outputs[value.index], self._row_matmul(node, option) if read_once else ())
+                for option in options
+            ),
+        )
+
+    def _row_matmul(self, node: Node, option: Option) -> tuple[FusibleMatmul, ...]:
+        """Return the matmul of an option that leaves partial sums, and the placements to which it can sum them."""
+        matmul = self._matmul(node)
+        if matmul is None or node.call is None or self._exposed is None:
+            return ()
+        shape, output = node.outputs[0].shape, option.outputs[0]
+        for mesh_dim, size in enumerate(self._shape):
+            if size > 1 and sums_rows(matmul, option.inputs, output, mesh_dim) and self._exposed.knows(mesh_dim):
+                placements = frozenset(
+                    placement
+                    for placement in (REPLICATE, *map(shard, range(len(shape))))
+                    if not row_obstacle(matmul, shape, output, self.mesh, mesh_dim, placement)
+                )
+                local = local_matmul(ROW, node.call, matmul, option.inputs, self._shape, mesh_dim)
+                return (FusibleMatmul(local, placements),)
+        return ()
+
+    def _targets(self, value: Value, node: Node, index: int) -> tuple[EdgeEnd, ...]:
+        """Return the layouts in which a node reads a tensor, with the matmuls that can gather it.
+
+        Of several matmuls that read the tensor, none gathers it alone: they run as one (`_groups`).
+        """
+        options = self._known[node.name]
+        if self._reads_as_x(node.name, index) and sum(starmap(self._reads_as_x, self.readers[value])) == 1:
+            return self._column_ends(node)
+        return self._interned.result(
+            ("targets", index), (options,), lambda: tuple(EdgeEnd(option.inputs[index]) for option in options)
+        )
+
+    def _column_ends(self, node: Node) -> tuple[EdgeEnd, ...]:
+        """Return the layouts in which a matmul reads x, with the matmuls that can gather it, or sum its gradient."""
+        matmul, options = self._matmul(node), self._known[node.name]
+        assert matmul is not None
+        return self._interned.result(
+            "column ends",
+            (options,),
+            lambda: tuple(EdgeEnd(option.inputs[matmul.x], self._column_matmuls(node, option)) for option in options),
+        )
+
+    def _column_matmuls(self, node: Node, option: Option) -> tuple[FusibleMatmul, ...]:
+        """Return the matmul of an option by the mesh dimensions along which its weight has columns."""
+        matmul = self._matmul(node)
+        assert matmul is not None and node.call is not None and self._exposed is not None
+        shape, read, output = node.call.inputs[matmul.x].shape, option.inputs[matmul.x], option.outputs[0]
+        dims = [dim for dim, size in enumerate(self._shape) if size > 1 and self._exposed.knows(dim)]
+        if any(sums_rows(matmul, option.inputs, output, dim) for dim in dims):
+            return ()
+        return tuple(
+            FusibleMatmul(
+                local_matmul(COLUMN, node.call, matmul, option.inputs, self._shape, dim),
+                frozenset(
+                    placement
+                    for placement in (REPLICATE, *map(shard, range(len(shape))))
+                    if not column_obstacle(matmul, shape, read, output, self.mesh, dim, placement)
+                ),
+            )
+            for dim in dims
+            if reads_columns(matmul, option.inputs, dim)
+        )
+
+    def _matrix(self, value: Value, sources: tuple[EdgeEnd, ...], targets: tuple[EdgeEnd, ...]) -> Costs:
         meta, differentiable = self.graph.meta(value), value in self.differentiable
         return self._interned.result(
             ("matrix", meta, differentiable),
             (sources, targets),
-            lambda: self._conversions(meta, sources, targets, differentiable),
+            lambda: self._edges.matrix(meta, sources, targets, differentiable),
         )
 
     def _own_costs(self, node: Node) -> Costs:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -75,6 +76,9 @@ class ShardingPlan:
     regathered
         Parameters that backward gathers again instead of keeping them, outside of checkpointed blocks. No conversion
         contains these collectives.
+    overlap
+        The settings by whose chunks the cost of a collective next to a matmul is what stays exposed; None: every
+        collective is in the cost with its full time. `conversions` and `seconds` always are the full times.
     """
 
     graph: Graph
@@ -91,6 +95,7 @@ class ShardingPlan:
     bound: float | None = None
     returned: Mapping[Value, Layout] = field(default_factory=dict)
     regathered: Set[Value] = frozenset()
+    overlap: Settings | None = None
 
     def __repr__(self) -> str:
         """Return a summary in a line; `explain` returns the details."""

@@ -14,12 +14,13 @@ from itertools import chain
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Node
+from ascend_parallel.sharding.planner.overlapped_matmul import matmul_of
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import draws
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel, matmul_of
+from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
 
 # Sums of which one rank has a row, and the others zeros, are exact.
 EXACT = ("aten.embedding.default",)

@@ -1,9 +1,7 @@
 """The overlap pass: fuses matmuls of a plan with the collective before or after them.
 
-row     the weight is sharded along K. The all-reduce or reduce-scatter of the partial sums moves into the matmul.
-column  the weight is sharded along N. Either the input is R*, and the all-reduce of its gradient moves into the
-        backward; or the input's rows are sharded, and the all-gather moves into the forward, the reduce-scatter into
-        the backward. Column matmuls of the same input become one matmul with one collective.
+Which matmuls may be fused, the planner knows too (planner/overlapped_matmul.py): it prices them so. Column matmuls of
+the same input become one matmul with one collective.
 
 The result is a schedule: the plan's layouts without these redistributions, and the kernels. The pass runs no
 collective.
@@ -16,10 +14,19 @@ from dataclasses import dataclass, field
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
-from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, is_even, local_shape, shard
-from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, local_shape
+from ascend_parallel.sharding.planner.overlapped_matmul import (
+    Matmul,
+    column_group,
+    column_obstacle,
+    matmul_of,
+    reads_columns,
+    row_obstacle,
+    sums_rows,
+    with_placement,
+)
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, Kernel, Matmul, RowKernel, matmul_of
+from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Schedule:
     layouts: Mapping[Value, Layout]
     inputs: Mapping[str, tuple[Layout, ...]]
     shared_layouts: Mapping[Value, Layout]
-    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    kernels: Mapping[str, ColumnKernel | RowKernel] = field(default_factory=dict)
     fused: tuple[Fusion, ...] = ()
 
     def units(self, graph: Graph) -> Iterator[tuple[str, ...]]:
@@ -101,14 +108,14 @@ class _ScheduleBuilder:
         self._done: set[str] = set()
         self.layouts, self.inputs = dict(plan.layouts), dict(plan.inputs)
         self.shared_layouts = dict(plan.shared_layouts)
-        self.kernels: dict[str, Kernel] = {}
+        self.kernels: dict[str, ColumnKernel | RowKernel] = {}
         self.fused: list[Fusion] = []
 
     def row(self, node: Node, matmul: Matmul, mesh_dim: int) -> None:
         """Fuse a matmul with the redistribution of its partial sums on `mesh_dim`."""
         value = Value(node.name)
         reads, layout = self.inputs[node.name], self.layouts[value]
-        if node.name in self._done or layout[mesh_dim] != SUM or reads[matmul.weight][mesh_dim] != shard(matmul.k_dim):
+        if node.name in self._done or not sums_rows(matmul, reads, layout, mesh_dim):
             return
         if self._mesh.shape[mesh_dim] == 1:
             self._add_kernel(RowKernel, [(node, matmul)], mesh_dim, None)  # any layout is the whole tensor
@@ -122,9 +129,9 @@ class _ScheduleBuilder:
             return
         (target,) = targets
         whole = target == REPLICATE
-        self.layouts[value] = _with(layout, mesh_dim, target)
+        self.layouts[value] = with_placement(layout, mesh_dim, target)
         if value in self.shared_layouts and self.shared_layouts[value][mesh_dim] == SUM:
-            self.shared_layouts[value] = _with(self.shared_layouts[value], mesh_dim, target)
+            self.shared_layouts[value] = with_placement(self.shared_layouts[value], mesh_dim, target)
         if matmul.bias is not None:
             self._set_input(node.name, matmul.bias, mesh_dim, REPLICATE if whole else PARTIAL_GRAD)
         operator = "matmul_all_reduce" if whole else "matmul_reduce_scatter"
@@ -137,8 +144,7 @@ class _ScheduleBuilder:
         by_input: dict[Value, list[_Column]] = {}
         for node, matmul in matmuls:
             reads = self.inputs[node.name]
-            column = reads[matmul.x][mesh_dim] == PARTIAL_GRAD and reads[matmul.weight][mesh_dim] == shard(matmul.n_dim)
-            if column and node.name not in self._done:
+            if reads_columns(matmul, reads, mesh_dim) and node.name not in self._done:
                 by_input.setdefault(node.inputs[matmul.x], []).append((node, matmul))
         for value, readers in by_input.items():
             if self._mesh.shape[mesh_dim] == 1:
@@ -167,7 +173,7 @@ class _ScheduleBuilder:
         fused = [self._group(group, mesh_dim, placement) for group in groups]
         if converted_once and all(fused):
             assert shared is not None
-            self.shared_layouts[value] = _with(shared, mesh_dim, new)
+            self.shared_layouts[value] = with_placement(shared, mesh_dim, new)
 
     def _group(self, group: list[_Column], mesh_dim: int, placement: Placement) -> bool:
         """Fuse columns that differ only in their weights into one kernel; return False if a column has an obstacle."""
@@ -194,9 +200,8 @@ class _ScheduleBuilder:
         groups: dict[object, list[_Column]] = {}
         for node, matmul in columns:
             reads = self.inputs[node.name]
-            layouts = (reads[matmul.x], reads[matmul.weight], self.layouts[Value(node.name)])
             dtype = self._graph.meta(node.inputs[matmul.weight]).dtype
-            key = (*(_other_dims(layouts, matmul)), matmul.bias is None, dtype)
+            key = column_group(matmul, reads, self.layouts[Value(node.name)], dtype)
             first = groups.setdefault(key, [])
             others = [value for index, value in enumerate(node.inputs) if index != matmul.x]
             late = bool(first) and any(self._order[value.node] > self._order[first[0][0].name] for value in others)
@@ -220,36 +225,13 @@ class _ScheduleBuilder:
         if len(targets) > 1:
             return f"its partial sums are read as {' and '.join(sorted(map(str, targets)))}"
         (target,) = targets
-        layout = _with(self.layouts[value], mesh_dim, target)
-        if matmul.bias is not None and SUM in layout:
-            return "it has a bias, and partial sums on another mesh dimension"
-        if target == REPLICATE:
-            return ""
-        if target.kind != "shard":
-            return f"its partial sums become {target}"
-        return self._rows_obstacle(node.outputs[0].shape, layout, mesh_dim)
+        return row_obstacle(matmul, node.outputs[0].shape, self.layouts[value], self._mesh, mesh_dim, target)
 
     def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, placement: Placement) -> str:
         """Return why a column matmul cannot be fused; "" if it can."""
-        if matmul.bias is not None and SUM in self.layouts[Value(node.name)]:
-            return "it has a bias, and partial sums on another mesh dimension"
-        if placement.kind != "shard":
-            return ""
-        layout = _with(self.inputs[node.name][matmul.x], mesh_dim, placement)
-        return self._rows_obstacle(self._graph.meta(node.inputs[matmul.x]).shape, layout, mesh_dim)
-
-    def _rows_obstacle(self, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> str:
-        """Return why an overlapped operator cannot gather or scatter a tensor's slices as rows; "" if it can."""
-        dim, mesh_shape = layout[mesh_dim].dim, tuple(self._mesh.shape)
-        if dim == len(shape) - 1:
-            return f"{layout[mesh_dim]} shards its features, not its rows"
-        if not is_even(shape, layout, mesh_shape):
-            return f"{layout[mesh_dim]} of {list(shape)} is not even"
-        if layout[mesh_dim] in layout[mesh_dim + 1 :]:
-            return f"dimension {dim} is sharded by a later mesh dimension too"
-        if not _ascending(self._mesh, mesh_dim):
-            return f"the ranks along {self._mesh.dim_names[mesh_dim]} do not ascend"
-        return ""
+        shape, read = self._graph.meta(node.inputs[matmul.x]).shape, self.inputs[node.name][matmul.x]
+        output = self.layouts[Value(node.name)]
+        return column_obstacle(matmul, shape, read, output, self._mesh, mesh_dim, placement)
 
     def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
@@ -259,7 +241,7 @@ class _ScheduleBuilder:
 
     def _set_input(self, name: str, index: int, mesh_dim: int, placement: Placement) -> None:
         layouts = list(self.inputs[name])
-        layouts[index] = _with(layouts[index], mesh_dim, placement)
+        layouts[index] = with_placement(layouts[index], mesh_dim, placement)
         self.inputs[name] = tuple(layouts)
 
     def _add_kernel(
@@ -272,25 +254,3 @@ class _ScheduleBuilder:
 
     def _refuse(self, group: list[_Column], reason: str) -> None:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]
-
-
-def _with(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
-    return (*layout[:mesh_dim], placement, *layout[mesh_dim + 1 :])
-
-
-def _other_dims(layouts: tuple[Layout, ...], matmul: Matmul) -> tuple[Layout, ...]:
-    """Return the layouts of x, weight and output, with the weight's layout as of [N, K]."""
-    x, weight, y = layouts
-    if matmul.transposed:
-        weight = tuple(shard(1 - each.dim) if each.kind == "shard" else each for each in weight)
-    return x, weight, y
-
-
-def _ascending(mesh: ProcessMesh, mesh_dim: int) -> bool:
-    """Tell whether the ranks ascend along a mesh dimension, as the ranks of a process group do."""
-    step = 1
-    for size in mesh.shape[mesh_dim + 1 :]:
-        step *= size
-    ranks, size = list(mesh.process_ids), mesh.shape[mesh_dim]
-    starts = (start for start in range(len(ranks)) if (start // step) % size < size - 1)
-    return all(ranks[start] < ranks[start + step] for start in starts)

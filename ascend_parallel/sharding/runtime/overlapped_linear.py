@@ -13,56 +13,11 @@ from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.overlapped_matmul import Matmul
 from ascend_parallel.sharding.runtime.regather import note_joined
 
 Tensors = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """The positions of x, weight and bias among a call's inputs.
-
-    transposed
-        True for a weight [K, N], as of aten.mm; False for [N, K], as of aten.linear.
-    """
-
-    x: int
-    weight: int
-    bias: int | None
-    transposed: bool
-
-    @property
-    def n_dim(self) -> int:
-        """The weight's dimension N, the output features."""
-        return 1 if self.transposed else 0
-
-    @property
-    def k_dim(self) -> int:
-        """The weight's dimension K, which the matmul sums over."""
-        return 1 - self.n_dim
-
-
-def matmul_of(call: OpCall) -> Matmul | None:
-    """Return the positions if a call multiplies ``x [..., K]`` by a 2-D weight; None for other calls."""
-    if call.kwargs or not all(argument is None or isinstance(argument, Ref) for argument in call.args):
-        return None
-    places = [None if argument is None else argument.index for argument in call.args]
-    if call.name == "aten.linear.default":
-        places = [*places, None][:3]
-    elif call.name in ("aten.mm.default", "aten.matmul.default"):
-        places = [*places, None]
-    elif call.name == "aten.addmm.default":
-        places = [*places[1:], places[0]]
-    else:
-        return None
-    x, weight, bias = places
-    assert x is not None and weight is not None
-    dims = [len(call.inputs[place].shape) for place in (x, weight)]
-    if dims[0] < 2 or dims[1] != 2 or (bias is not None and len(call.inputs[bias].shape) != 1):
-        return None
-    return Matmul(x, weight, bias, transposed=call.name != "aten.linear.default")
 
 
 class Kernel(Protocol):

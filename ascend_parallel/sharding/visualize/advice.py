@@ -144,7 +144,8 @@ def advise(
     Propagation with the objective "time" finds the plan of the least step time without any strategy. With the objective
     "redistribution" it needs strategies. They come from that plan. The search is greedy: it adds the operator that
     shortens the step most until the least time is reached, then leaves out what is not needed; it propagates once for
-    each attempt. A step time includes all collectives and each rank's computation. Of operators that gain the same, the
+    each attempt. A step time includes all collectives, in full,
+    and each rank's computation. Of operators that gain the same, the
     search takes one with weights, then one that one of the four published principles names.
 
     data_dim
@@ -154,7 +155,7 @@ def advise(
     """
     graph = trace(model, args, kwargs)
     data: Data = {"data_dim": data_dim, "only_data_cuts_batch": data_dim is not None}
-    automatic = propagate(graph, mesh, objective="time", hardware=hardware, **data)
+    automatic = propagate(graph, mesh, objective="time", hardware=hardware, overlap=False, **data)
     return _Search(graph, automatic, hardware, data, progress).advice()
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
+from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 from ascend_parallel.text import size_of
 from ascend_parallel.text.folded_rows import fold
@@ -44,12 +46,17 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
     calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
-    memory = held or plan.memory()
+    memory, objective = held or plan.memory(), plan.objective
+    if plan.overlap is not None:
+        objective += f" of matmuls that run with their collectives ({chunks_in_words(plan.overlap)})"
+    exposed = (
+        "" if plan.overlap is None else f", of which {1e3 * exposed_collectives(plan).seconds:.3f} ms stay exposed"
+    )
     proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
     return [
-        f"{calls} operators on a mesh of {mesh}; objective {plan.objective}: {1e3 * plan.cost:.3f} ms, {proof}",
+        f"{calls} operators on a mesh of {mesh}; objective {objective}: {1e3 * plan.cost:.3f} ms, {proof}",
         f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
-        f"{1e3 * plan.seconds:.3f} ms",
+        f"{1e3 * plan.seconds:.3f} ms{exposed}",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
         f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
         *(f"warning: {warning}" for warning in warnings(plan, memory.total)),
@@ -227,9 +234,11 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
     return {
         "mesh": dict(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)),
         "objective": plan.objective,
+        "overlapped": plan.overlap is not None,
         "cost": plan.cost,
         "bound": plan.bound,
         "communication": plan.seconds,
+        "exposed": exposed_collectives(plan).seconds,
         "collectives": plan.collectives(),
         "memory": plan.memory().without_buffers(),
         "nodes": nodes,

@@ -16,7 +16,7 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem
-from ascend_parallel.sharding.planner.propagate import slice_replicated
+from ascend_parallel.sharding.planner.propagate import overlap_settings, slice_replicated
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
@@ -65,5 +65,7 @@ class Planner:
         if ep > 1:
             mesh = ProcessMesh(np.arange(ep * tp).reshape(ep, tp), [EXPERTS, TENSOR])
         costs, experts = MeshCosts.of(mesh, self._hardware), EXPERTS if ep > 1 else None
-        search = Search(self._folded(rows).graph, mesh, {}, "time", self._hardware, costs, experts=experts)
+        overlap = overlap_settings(settings=self._settings)
+        graph = self._folded(rows).graph
+        search = Search(graph, mesh, {}, "time", self._hardware, costs, experts=experts, overlap=overlap)
         return search, search.problem()

@@ -22,6 +22,7 @@ from ascend_parallel.sharding.redistribute.costs import ALL_TO_ALL, MeshCosts
 from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
+from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.training.degrees.folding import FoldedGraph
@@ -71,6 +72,8 @@ class Parameter:
 @dataclass(frozen=True, eq=False)
 class OperatorCosts:
     """Per operator: seconds of forward and backward, of their collectives, and bytes; arrays over the operators.
+
+    Collectives of a plan that was planned to run overlapped take what stays exposed beside a matmul.
 
     sequence
         The operators of the whole model in running order, as indices.
@@ -150,7 +153,11 @@ class _Pricing:
         self._shape = tuple(plan.mesh.shape)
         self.forward, self.backward, self.summed = (np.zeros(len(calls)) for _ in range(3))
         moved = {True: 0.0, False: 0.0}
-        for conversion in plan.conversions:
+        collectives = exposed_collectives(plan)
+        for name, (ahead, back) in collectives.kernels.items():
+            self.forward[self._place[name]] += ahead
+            self.backward[self._place[name]] += back
+        for conversion in collectives.rest.conversions:
             at = self._place[conversion.reader.split(", ")[0]] if conversion.reader else len(calls) - 1
             back = conversion.back.seconds if conversion.back else 0.0
             held = plan.graph.nodes[conversion.value.node].kind == PARAMETER

@@ -73,7 +73,7 @@ class CostModel:
         if ranks <= domain:
             return self._in_domain(kind, size, ranks, whole)
         groups = ceil(ranks / domain)
-        return self._in_domain(kind, size, domain, whole) + self.network(kind, size / domain, groups)
+        return self.collective(kind, size, domain, whole=whole) + self.network(kind, size / domain, groups)
 
     def network(self, kind: str, size: float, ranks: int) -> float:
         """Return the time of collective `kind` as a ring over the network; `size` is the bytes of the global tensor."""

@@ -1,0 +1,59 @@
+"""The seconds of a plan's collectives as the plan runs: next to a matmul only what stays exposed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ascend_parallel.sharding.layout import PARTIAL_GRAD
+from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts, LocalMatmul, local_matmul, with_placement
+from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.runtime.overlap_pass import fuse
+from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
+from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
+
+
+@dataclass(frozen=True)
+class ExposedCollectives:
+    """What the collectives of a plan cost.
+
+    rest
+        The plan with the redistributions alone that no kernel runs.
+    kernels
+        The exposed seconds of forward and backward of each kernel, by its first node.
+    """
+
+    rest: ShardingPlan
+    kernels: Mapping[str, tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the collectives of a step, forward and backward."""
+        return self.rest.seconds + sum(map(sum, self.kernels.values()))
+
+
+def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
+    """Return what the collectives of a plan cost; in full if it was not planned to run overlapped."""
+    if plan.overlap is None:
+        return ExposedCollectives(plan, {})
+    schedule, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
+    rest = replace(plan, layouts=schedule.layouts, inputs=schedule.inputs, shared_layouts=schedule.shared_layouts)
+    return ExposedCollectives(rest, {name: _exposed(kernel, rest, costs) for name, kernel in schedule.kernels.items()})
+
+
+def _exposed(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> tuple[float, float]:
+    """Return the exposed seconds of a kernel's forward and backward."""
+    forward, backward = costs.passes(_local(kernel, rest), kernel.row_dim is not None)
+    return forward, backward if rest.graph.nodes[kernel.nodes[0]].values[0] in rest.differentiable else 0.0
+
+
+def _local(kernel: ColumnKernel | RowKernel, rest: ShardingPlan) -> LocalMatmul:
+    """Return a rank's part of a kernel's matmuls, as one."""
+    kind, parts = COLUMN if isinstance(kernel, ColumnKernel) else ROW, []
+    for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True):
+        call, reads = rest.graph.nodes[name].call, list(rest.inputs[name])
+        assert call is not None
+        if kind == COLUMN:  # x is gathered along the mesh dimension
+            reads[matmul.x] = with_placement(reads[matmul.x], kernel.mesh_dim, PARTIAL_GRAD)
+        parts.append(local_matmul(kind, call, matmul, reads, rest.mesh.shape, kernel.mesh_dim))
+    return replace(parts[0], n=sum(part.n for part in parts))

@@ -1,0 +1,263 @@
+"""Prices of collectives that run with matmuls: against events in time, the price of every plan, and the optimum."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ascend_parallel import Settings
+from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.settings import current_settings, put_in_force
+from ascend_parallel.sharding import explain
+from ascend_parallel.sharding.graph import CALL
+from ascend_parallel.sharding.layout import shard
+from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.integer_program import optimum
+from ascend_parallel.sharding.planner.operator_cost import seconds
+from ascend_parallel.sharding.planner.operator_strategy import named_nodes
+from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
+from ascend_parallel.sharding.runtime.overlap_pass import fuse
+from ascend_parallel.sharding.tracing.trace import trace
+from ascend_parallel.training import Strategy, plan_training
+from ascend_parallel.training.degrees.folding import FoldedGraph
+from ascend_parallel.training.degrees.work import work_of
+from ascend_parallel.training.options import OverlapOptions
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import find_hardware
+
+CHUNKS = Settings(num_chunks=4)
+RATE, LATENCY, WIRE = 40e9, 2e-5, 3e-9  # multiply-adds a second; seconds; seconds a byte
+ROWS, WIDTH = 2560, 1024
+
+
+def hardware():
+    """Matmuls at a fixed rate, links of a fixed rate; memory, host and contention cost nothing."""
+    known = find_hardware("cpu-gloo")
+    steps = ((float("inf"), LATENCY, 0.0, 0.0),)
+    return replace(
+        known,
+        matmul=replace(known.matmul, frequency=RATE, launch=0.0),
+        memory=replace(known.memory, bandwidth=1e30),
+        collectives=replace(
+            known.collectives, all_reduce=steps, all_gather=steps, reduce_scatter=steps, whole_gather=1.0
+        ),
+        link=replace(known.link, rate=8 / WIRE, efficiency=1.0, processor=0.0),
+        host=replace(known.host, launch=0.0),
+    )
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers, and a softmax that needs whole rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).softmax(-1).square().sum()
+
+
+def on(*sizes):
+    names = ["dp", "mp"][-len(sizes) :]
+    return ProcessMesh(torch.arange(int(np.prod(sizes))).view(sizes).tolist(), names)
+
+
+def ends(tasks):
+    """Return the end of the last of tasks (lane, seconds, tasks that it waits for), each lane in the order given."""
+    free, done = {}, []
+    for lane, took, after in tasks:
+        done.append(max([free.get(lane, 0.0), *(done[task] for task in after)]) + took)
+        free[lane] = done[-1]
+    return max(done)
+
+
+def matmul(m, k, n):
+    return m * k * n / RATE
+
+
+def collective(elements, times, ranks=2):
+    """Seconds of an all-reduce (times=2), or a gather or scatter (1), of so many fp32 elements over all ranks."""
+    return LATENCY + 4 * elements * times * (ranks - 1) / ranks * WIRE
+
+
+def data_parallel():
+    """Each rank has half of the rows; a weight's gradient is summed as soon as there is one."""
+    once, summed = matmul(ROWS // 2, WIDTH, WIDTH), collective(WIDTH * WIDTH, 2)
+    forward = [("compute", once, ()), ("compute", once, (0,))]
+    backward = [
+        ("compute", once, (1,)),
+        ("link", summed, (2,)),
+        ("compute", once, (2,)),
+        ("compute", once, (4,)),
+        ("link", summed, (5,)),
+    ]
+    return ends([*forward, *backward])
+
+
+def tensor_parallel(rows):
+    """Each rank has half of the inner width; the second layer's sum runs in chunks beside its matmul.
+
+    rows: a rank gets its rows of the sum, and gathers their gradient in backward; otherwise it gets the whole sum.
+    """
+    half = WIDTH // 2
+    tasks = [("compute", matmul(ROWS, WIDTH, half), ())]
+    for size in split_rows(ROWS // 2 if rows else ROWS, 4):
+        whole = 2 * size if rows else size
+        tasks.append(("compute", matmul(whole, half, WIDTH), ()))
+        tasks.append(("link", collective(whole * WIDTH, 1 if rows else 2), (len(tasks) - 1,)))
+    start = len(tasks) - 1
+    if rows:  # the own rows first, then those of the other rank, chunk by chunk
+        tasks.append(("compute", matmul(ROWS // 2, WIDTH, half), (start,)))
+        for size in split_rows(ROWS // 2, 4):
+            tasks.append(("link", collective(2 * size * WIDTH, 1), (start,)))
+            tasks.append(("compute", matmul(size, WIDTH, half), (len(tasks) - 1,)))
+    else:
+        tasks.append(("compute", matmul(ROWS, WIDTH, half), (start,)))
+    tasks.append(("compute", matmul(WIDTH, ROWS, half), (len(tasks) - 1,)))
+    tasks.append(("compute", matmul(WIDTH, ROWS, half), (len(tasks) - 1,)))
+    return ends(tasks)
+
+
+def test_what_overlaps_decides_and_is_faster_by_events_in_time():
+    """Collectives in full favour data parallelism, which sums weights; their exposed part favours the tensors' sum."""
+    with torch.device("meta"):
+        graph = trace(TwoLayers(), (torch.zeros(ROWS, WIDTH),))
+    plain, overlapped = (
+        propagate(graph, on(2), hardware=hardware(), overlap=overlap, settings=CHUNKS) for overlap in (False, True)
+    )
+    (down,) = named_nodes(graph, "down")
+    assert plain.inputs[down.name][0] == (shard(0),), "half of the rows, and a whole weight"
+    assert overlapped.inputs[down.name] == ((shard(1),), (shard(1),)), "half of the inner width"
+    assert plain.cost == pytest.approx(6 * matmul(ROWS // 2, WIDTH, WIDTH) + 2 * collective(WIDTH**2, 2), rel=2e-3)
+    rows = overlapped.collectives().get("reduce_scatter", 0) > 0
+    took = tensor_parallel(rows)
+    assert took <= tensor_parallel(not rows), "of both ways to sum, the one that takes less time"
+    # The planner counts a gradient of the model's input too. The sum of a number is beside.
+    assert overlapped.cost - matmul(ROWS, WIDTH, WIDTH // 2) == pytest.approx(took, rel=2e-3)
+    assert took < 0.97 * data_parallel(), "and less than data parallelism, sums of gradients under backward"
+
+
+class Gated(nn.Module):
+    """Layers with two matmuls of one input; with `after` the norm is after the sum, and the residual reads it too."""
+
+    def __init__(self, width, wide, after=False, layers=2):
+        super().__init__()
+        self.after, of_layers = after, range(layers)
+        self.norm = nn.ModuleList(nn.LayerNorm(width) for _ in of_layers)
+        self.gate = nn.ModuleList(nn.Linear(width, wide, bias=False) for _ in of_layers)
+        self.up = nn.ModuleList(nn.Linear(width, wide, bias=False) for _ in of_layers)
+        self.down = nn.ModuleList(nn.Linear(wide, width, bias=False) for _ in of_layers)
+
+    def forward(self, x):
+        for norm, gate, up, down in zip(self.norm, self.gate, self.up, self.down, strict=True):
+            y = norm(x)
+            x = (y if self.after else x) + down(torch.relu(gate(y)) * up(y))
+        return x
+
+
+def price(plan):
+    """Return the seconds of a plan as its overlapped operators run it."""
+    model, shape = CostModel(plan.costs.hardware), tuple(plan.mesh.shape)
+    calls = [node for node in plan.graph.nodes.values() if node.kind == CALL]
+    own = sum(
+        seconds(each.call, Option(plan.inputs[each.name], plan.output_layouts(each)), shape, model) for each in calls
+    )
+    return own + exposed_collectives(plan).seconds
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["cpu-gloo", "910b"])
+@pytest.mark.parametrize("after", [False, True], ids=["norm first", "norm after"])
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+def test_the_search_finds_the_least_price_of_all_plans(name, after, sizes):
+    """The search's cost is the price of its plan as the overlap pass runs it; no other plan's price is lower."""
+    wide = {"cpu-gloo": 1024, "910b": 8192}[name]
+    with torch.device("meta"):
+        graph = trace(Gated(wide, 2 * wide, after), (torch.zeros(16, 128, wide),))
+    mesh = on(*sizes)
+    search = Search(graph, mesh, {}, "time", name, MeshCosts.of(mesh, name), overlap=CHUNKS)
+    problem = search.problem()
+    chosen, bound = search.solved(problem)
+    best = price(search.plan_of(problem, chosen))
+    assert best == pytest.approx(problem.cost(chosen), rel=1e-9)
+    assert bound == pytest.approx(best, rel=1e-9)
+    solution = optimum(problem)
+    assert solution.cost == pytest.approx(best, rel=1e-9)
+    draw, looked_at, kernels = random.Random(1), 0, 0
+    for _ in range(150):
+        other = dict(chosen)
+        for choice in draw.sample(list(problem.sizes), draw.randint(1, 6)):
+            other[choice] = draw.randrange(problem.sizes[choice])
+        if np.isfinite(problem.cost(other)):
+            plan = search.plan_of(problem, other)
+            looked_at, kernels = looked_at + 1, kernels + len(fuse(plan, CHUNKS).kernels)
+            assert best <= price(plan) * (1 + 1e-9)
+    assert looked_at > 50
+    assert kernels > looked_at, "matmuls overlap in the plans that were compared"
+
+
+def test_the_search_for_degrees_prices_operators_as_the_plan_does():
+    """Its operators' seconds are together the cost of the plan: what is hidden is in none of them."""
+    with torch.device("meta"):
+        graph = trace(Gated(1024, 2048, layers=4), (torch.zeros(8, 128, 1024),))
+    plan = propagate(graph, on(2), hardware="cpu-gloo", overlap=True, settings=CHUNKS)
+    work = work_of(FoldedGraph(graph, np.arange(len(plan.inputs)), (), 4), plan, CHUNKS)
+    parts = (work.forward, work.backward, work.forward_sent, work.backward_sent, work.summed)
+    assert sum(part.sum() for part in parts) == pytest.approx(price(plan), rel=1e-9)
+    assert work.forward_sent.sum() + work.backward_sent.sum() < 0.7 * plan.seconds
+
+
+def test_where_chunks_cost_more_than_they_hide_the_price_says_so():
+    """Small rows on a fast link: four collectives of a latency each. The matmuls run so all the same."""
+    with torch.device("meta"):
+        graph = trace(Gated(512, 1024).bfloat16(), (torch.zeros(4, 64, 512, dtype=torch.bfloat16),))
+    cuts = {"gate.*": ([None, ("mp", 1)], None), "up.*": ([None, ("mp", 1)], None), "down.*": ([None, (1, "mp")], None)}
+    plain, chunked = (propagate(graph, on(4), cuts, overlap=overlap, settings=CHUNKS) for overlap in (False, True))
+    assert chunked.cost == pytest.approx(price(chunked), rel=1e-9)
+    assert chunked.cost > plain.cost
+
+
+def test_the_settings_say_which_price_decides():
+    """Without settings that ask for overlap, with overlap=False and with another objective collectives cost in full."""
+    with torch.device("meta"):
+        graph = trace(Gated(1024, 2048), (torch.zeros(8, 128, 1024),))
+    before = current_settings()
+    try:
+        put_in_force(Settings())
+        off = propagate(graph, on(2), hardware="cpu-gloo")
+        asked = propagate(graph, on(2), hardware="cpu-gloo", overlap=True)
+        put_in_force(CHUNKS)
+        cut = propagate(graph, on(2), hardware="cpu-gloo")
+        refused = propagate(graph, on(2), hardware="cpu-gloo", overlap=False)
+        published = propagate(graph, on(2), {"*.*": (None, None)}, hardware="cpu-gloo", objective="redistribution")
+    finally:
+        put_in_force(before)
+    assert [each.overlap for each in (off, refused, published)] == [None] * 3
+    assert (asked.overlap, cut.overlap) == (Settings(), CHUNKS)
+    assert off.cost == refused.cost > cut.cost
+    first, second, *_ = explain(cut).splitlines()
+    assert "objective time of matmuls that run with their collectives (4 chunks (COC_PARALLEL_NUM=4))" in first
+    assert f"of which {1e3 * exposed_collectives(cut).seconds:.3f} ms stay exposed" in second
+    assert "run with their collectives" not in explain(off) and "stay exposed" not in explain(off)
+
+
+def test_a_strategy_prices_what_its_step_will_run():
+    """A training's plan costs what overlaps, unless the strategy runs no overlapped operators."""
+    model, batch = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), (torch.zeros(64, 64),)
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    def plan(**options):
+        strategy = Strategy(mesh={"dp": 1, "tp": 2}, hardware="cpu-gloo", **options)
+        return plan_training(strategy, model, batch, loss, settings=CHUNKS).plan
+
+    assert plan().overlap == CHUNKS
+    assert plan(overlap=OverlapOptions(operators=False)).overlap is None
