@@ -86,7 +86,7 @@ class Framework(ABC):
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
-        self.expert_groups = ExpertGroups(settings)
+        self.expert_groups = ExpertGroups(settings, self._tuner)
         self._logged: set[str] = set()
         self._announced = False
 

@@ -399,9 +399,14 @@ def verified(group, wrong):
         ascend_parallel.configure(num_chunks=4, verify_every=1)
         model = small_moe_gpt(moe_config(**SHARED))
         mlp = model.decoder.layers[1].mlp
+        weight = mlp.experts.local_experts[1].linear_fc1.weight
+        faults = {
+            "output": lambda y: y * 1.01,
+            "weight": lambda y: y + (weight - weight.detach()).sum(),  # adds nothing but to the gradient
+        }
         if wrong:  # only where the experts of a group run by themselves
             mlp.experts.register_forward_hook(
-                lambda module, x, y: (y[0] * 1.01, None) if type(x[1]).__name__ == "GroupTokens" else None
+                lambda module, x, y: (faults[wrong](y[0]), None) if type(x[1]).__name__ == "GroupTokens" else None
             )
         try:
             next_token_loss(model, tokens_of(0)).backward()
@@ -413,9 +418,12 @@ def verified(group, wrong):
 
 
 def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(ranks):
-    for report in ranks(2).run(verified, False):
+    for report in ranks(2).run(verified, None):
         assert "decoder.layers.0.mlp" in report
         assert "decoder.layers.1.mlp" in report
-    for error in ranks(2).run(verified, True):
+        assert "weight gradient" in report.splitlines()[1], report
+    for error in ranks(2).run(verified, "weight"):
+        assert "the local_experts.1.linear_fc1.weight gradient of call 1 is wrong" in error, error
+    for error in ranks(2).run(verified, "output"):
         assert "MoELayer, experts): the output of call 1 is wrong" in error, error
         assert "expert_exchange of 4 experts a rank" in error

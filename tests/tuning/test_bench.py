@@ -82,6 +82,19 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
 
 
 @pytest.mark.slow
+def test_tune_measures_experts_beside_what_a_plan_has(tmp_path):
+    path = tmp_path / "plan.json"
+    for words in (("--moe", "8,96,32,16"), ("--shape", "256,64,96", "--layer", "row")):
+        ended = command("tune", *words, "--out", str(path), *FEW)
+        assert ended.returncode == 0, ended.stderr
+    experts, *layers = load_plan(str(path)).entries
+    assert (experts.run, experts.operator, experts.m, experts.k, experts.n) == ("forward", "expert_exchange", 4, 32, 32)
+    assert sum(experts.sizes) == 4 and len(layers) == 2
+    refused = command("tune", "--moe", "8,96,32,16", "--model", "llama2-7b", "--out", str(path), *FEW)
+    assert refused.returncode == 2 and "give one of --model, --shape and --moe" in refused.stderr
+
+
+@pytest.mark.slow
 def test_tune_fills_the_cache(tmp_path):
     ended = command("tune", "--shape", "64,16,16", "--layer", "row", *FEW, XDG_CACHE_HOME=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
