@@ -45,7 +45,7 @@ def described(layer: Any) -> str:
     It runs as Python also in a model that is being compiled: torch's tracer cannot list a process's objects. The mark
     is made here, because it imports torch's tracer, which an import of this package must not.
     """
-    text: str = torch.compiler.disable(_described)(layer)
+    text: str = torch.compiler.disable(_described)(layer)  # type: ignore[no-untyped-call]
     return text
 
 

@@ -71,7 +71,7 @@ def on_one_card():
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("share", [1.0, 1.2, 1.5, 100.0])
+@pytest.mark.parametrize("share", [1.0, 100.0])
 def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, least, share):
     found = plan(least * share, "--out", "best.toml")
     assert found.exit_code == 0, found.output
@@ -107,13 +107,12 @@ def test_each_of_the_best_is_a_strategy_that_trains(ranks, tmp_path):
 KINDS = [
     *({"pp": 2, "dp": 2, "schedule": schedule, "virtual_stages": several} for schedule, several in SCHEDULES),
     *({"pp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
-    *({"dp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
     *({"dp": 2, "tp": 2, "zero_stage": stage} for stage in ZERO_STAGES),
     *({"dp": 4, "zero_stage": stage, "recompute": "layers"} for stage in ZERO_STAGES),
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))
@@ -148,6 +147,7 @@ def test_it_says_the_ten_best_and_why_the_others_lose():
     assert Path("planned-4.toml").read_text().startswith(HEADER)
 
 
+@pytest.mark.slow
 def test_json_has_the_parts_of_time_and_memory():
     found = json.loads(plan("1GB", "--json").stdout)
     for each in found["best"]:

@@ -93,6 +93,7 @@ def comparison(run):
     return result
 
 
+@pytest.mark.slow
 def test_the_published_gains_stand_beside_the_predictions(run, comparison):
     found = json.loads(comparison.output)
     assert {model["model"]: model["published"] for model in found["models"]} == GAINS
@@ -119,7 +120,7 @@ def test_a_comparison_has_the_gains_and_chunks_of_the_models_own_prediction(run,
     assert counts == {(layer, way): count for layer, ways in case["chunks"].items() for way, count in ways.items()}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "others"),
     [

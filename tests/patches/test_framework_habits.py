@@ -124,6 +124,7 @@ def used(group, model):
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_module_reads_its_gathered_input_in_any_way(ranks, hooks):
     for found in ranks(2).run(read, hooks):
@@ -243,6 +244,7 @@ def of_transformers(path, group):
     return load(group, path), hugging_face.step
 
 
+@pytest.mark.sample("transformers")
 @pytest.mark.parametrize("framework", ["torch plain", "torch sequence", "transformers"])
 def test_what_was_replaced_below_a_layer_stays_in_force(ranks, tmp_path, framework):
     path = write(tmp_path, "Llama", num_hidden_layers=1) if framework == "transformers" else ""
@@ -343,6 +345,7 @@ def sharded_each(group):
     return str(ascend_parallel.coverage(model)), unequal(*both(model, step))
 
 
+@pytest.mark.slow
 def test_linear_layers_that_are_units_of_fsdp_are_covered(ranks):
     assert ranks(4).run(sharded_each) == [("8 of 8 linear layers covered", [])] * 4
 

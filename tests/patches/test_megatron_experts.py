@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample("plain", "skewed, top-1, shared expert", "bf16, shared expert")
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
     for answers in ranks(2).run(compared, options, [2, 4]):
@@ -109,7 +110,7 @@ FOUR = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("4 expert-parallel ranks")
 @pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
 def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
     if tp == 0:
@@ -209,6 +210,7 @@ def data_parallel(group, distributed_optimizer):
     return different, counts, moved
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_overlapped_reductions_of_data_parallel_gradients(ranks, distributed_optimizer):
     for different, (plain, overlapped), not_zero in ranks(4).run(data_parallel, distributed_optimizer):
@@ -377,6 +379,7 @@ def measured(group, options):
     return [name for name in plain if not torch.equal(plain[name], found[name])], counts
 
 
+@pytest.mark.sample("shared expert")
 @pytest.mark.parametrize("options", [{"skewed": True}, SHARED], ids=["skewed", "shared expert"])
 def test_auto_measures_at_the_first_call_and_leaves_no_trace(ranks, options):
     answers = ranks(2).run(measured, options)

@@ -193,6 +193,7 @@ def compiled(group):
         return plain_and_overlapped(layers, lambda layers: layers.make("RowParallelLinear"), x, use)[0]
 
 
+@pytest.mark.slow
 def test_compiled_layers(ranks):
     assert ranks(2).run(compiled) == [[True, True]] * 2
 

@@ -169,7 +169,7 @@ REAL += (("num_key_value_heads", 16),)
 ONE = (("num_experts_per_tok", 1),)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -237,7 +237,8 @@ def refused(group, path):
 
 
 def test_what_is_not_covered_runs_transformers_own_code(ranks, path):
-    for found in ranks(2).run(refused, path("Mixtral")):
+    small = (("hidden_size", 96), ("intermediate_size", 64))  # batched_mm gathers an expert's weights for each row
+    for found in ranks(2).run(refused, path("Mixtral", small)):
         assert "0 of 2 experts (2 MixtralExperts: its ep_implementation is AllReduceEP" in found["all_reduce"][0]
         assert "its experts_implementation is 'batched_mm', not one of 'eager', 'grouped_mm'" in found["batched_mm"][0]
         assert [each[1:] for each in found.values()] == [(0, [])] * 2
@@ -253,6 +254,7 @@ def odd_rows(group, path):
     return grouped, eager, unequal(*both(model, step))
 
 
+@pytest.mark.slow
 def test_rows_at_odd_addresses_are_left_to_the_loop(ranks, path):
     for grouped, eager, different in ranks(2).run(odd_rows, path("Mixtral", (("intermediate_size", 250),))):
         assert "has rows of no multiple of 64 bytes, under grouped_mm" in grouped
@@ -306,6 +308,7 @@ def measured(group, path):
     return different, COUNTS.as_dict()["expert_exchange"]["calls"] - before
 
 
+@pytest.mark.slow
 def test_auto_measures_at_the_first_call_and_keeps_bits(ranks, path):
     results = ranks(2).run(measured, path("Mixtral"))
     for different, calls in results:

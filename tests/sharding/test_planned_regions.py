@@ -93,7 +93,7 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
     return regions(), DelayedWork.unfinished
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -102,6 +102,7 @@ def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
     assert ranks(count).run(run_norm, shape, norm, None) == [(4, 0)] * count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row_dim", [0, 1])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_scattered_rows_match_the_unsharded_truth(ranks, count, row_dim):
@@ -165,7 +166,7 @@ def run_model(group, name, batch, mesh_shape, options):
     return regions(), DelayedWork.unfinished
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("Llama-dp and mp")
 @pytest.mark.parametrize(
     "count, mesh_shape, options",
     [
