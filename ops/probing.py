@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_parallel.ops.problem import Problem
@@ -33,13 +35,22 @@ def random_operands(problem: Problem, layout: str, device: torch.device) -> tupl
 
 @contextmanager
 def without_grad_and_modes() -> Iterator[None]:
-    """Disable autograd, dispatch modes, function modes and autocast, for work that is no part of the user's call."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:  # autocast of an absent one fails: torch_npu is installed where no NPU is
-            stack.enter_context(torch.autocast(accelerator.type, enabled=False))
+    """Disable autograd, dispatch modes, function modes and autocast, for work that is no part of the user's call.
+
+    What is not on is not switched off: torch's contexts take longer than a small operator.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+        pre_dispatch = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
+        if pre_dispatch or torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        for device in _autocast_devices():
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@cache
+def _autocast_devices() -> tuple[str, ...]:
+    """Return the devices of this machine; autocast of an absent one fails: torch_npu may be there without an NPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

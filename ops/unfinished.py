@@ -500,7 +500,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
         given[id(value)] = leaf
         return value
 
-    args, kwargs = pytree.tree_map(unwrapped, (args, kwargs))
+    args, kwargs = _mapped(unwrapped, args), {name: _mapped(unwrapped, value) for name, value in kwargs.items()}
     results = func(*args, **kwargs)
     if not given or not changes:
         return results
@@ -508,6 +508,13 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
         if (value.shape, value.stride()) != (leaf.shape, leaf.stride()):
             leaf._hold(value)  # transpose_, resize_ and their like
     return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), results)  # a function in place returns its argument
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return an operator's arguments with a function of each leaf; they hold lists and tuples alone."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(function, each) for each in value])
+    return function(value)
 
 
 def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
