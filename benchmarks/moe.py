@@ -50,7 +50,8 @@ def main() -> None:
             first = figure.name == "serial"
             about = [str(case), *(f"{1e3 * part:.0f}" for part in parts), f"{sum(parts) / max(parts):.2f}"]
             ratio = f"{figure.speedup:.2f} ({figure.low:.2f}-{figure.high:.2f})"
-            lines.append([*(about if first else [""] * 4), figure.name, f"{1e3 * figure.seconds:.0f}", ratio])
+            name = f"auto: {found['auto']}" if figure.name == "auto" else figure.name
+            lines.append([*(about if first else [""] * 4), name, f"{1e3 * figure.seconds:.0f}", ratio])
             lines[-1].append(f"{figure.of_bound:.2f}")
     heads = ["layer", "T_comp", "T_comm", "ideal", "variant", "ms", "serial / own (95 %)", "ms / bound"]
     print(table(heads, lines))

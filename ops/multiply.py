@@ -33,6 +33,32 @@ class BlockedWeight(Protocol):
         """Write ``x_m @ w`` to y_m: x_m [m, K], y_m [m, N]."""
 
 
+class MultipliedRows:
+    """Stands for the weight [N, N] of rows [m, N] that have been multiplied: their product is a copy of them.
+
+    An operator then runs its collectives alone, in the number and order that the matmul's shape has.
+    """
+
+    def __init__(self, columns: int) -> None:
+        """Stand for a weight of `columns` columns."""
+        self.shape = torch.Size((columns, columns))
+
+    def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+        """Copy the rows x_m [m, N] to y_m."""
+        y_m.copy_(x_m)
+
+
+class NoProduct:
+    """Stands for a weight of which nobody needs the product: an operator then runs its collectives alone."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        """Stand for a weight [K, N]."""
+        self.shape = shape
+
+    def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+        """Leave y_m as it is."""
+
+
 def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tensor, row_tile: int = 0) -> None:
     """Write ``x_m @ w`` to y_m: x_m [m, K], w [K, N], y_m [m, N]; in tiles of `row_tile` rows unless that is 0."""
     if not isinstance(w, torch.Tensor):
@@ -62,9 +88,9 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0
 
 
-def product(x_m: torch.Tensor, w: torch.Tensor, row_tile: int = 0, ranks: int = 1) -> torch.Tensor:
+def product(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, row_tile: int = 0, ranks: int = 1) -> torch.Tensor:
     """Return ``x_m @ w`` [M, N]; unless `row_tile` is 0, in tiles of that many rows within each rank's M / R rows."""
-    if not row_tile:
+    if not row_tile and isinstance(w, torch.Tensor):
         return torch.mm(x_m, w)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     rows = max(1, x_m.shape[0] // ranks)

@@ -22,7 +22,7 @@ from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.comm_scales import CommScales
-from ascend_parallel.ops.multiply import align_operands
+from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ANY
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
@@ -75,6 +75,8 @@ class OperatorCall(NamedTuple):
         The scales of an exchange in int8.
     parts
         Of a fused weight, as in `Problem`.
+    product
+        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then.
     """
 
     operator: str
@@ -85,6 +87,7 @@ class OperatorCall(NamedTuple):
     layout: str = ANY
     comm_scales: CommScales | None = None
     parts: tuple[int, ...] = ()
+    product: torch.Tensor | None = None
 
 
 def start_matmul_all_reduce(
@@ -96,14 +99,17 @@ def start_matmul_all_reduce(
     layout: str = ANY,
     comm_scales: CommScales | None = None,
     parts: tuple[int, ...] = (),
+    product: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8; pending [M, N].
 
     `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
-    int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`.
+    int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`. `product` as in `OperatorCall`; other
+    ranks may multiply here, as long as they call with operands of the same shapes.
     """
     with autocast_off(x):
-        x_m, right, choice = _prepare(OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales, parts))
+        call = OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales, parts, product)
+        x_m, right, choice = _prepare(call)
         kernel, options = kernel_of(choice), dict(choice.options)
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
@@ -122,17 +128,19 @@ def start_matmul_reduce_scatter(
     layout: str = ANY,
     addend: torch.Tensor | None = None,
     parts: tuple[int, ...] = (),
+    product: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``reduce_scatter(x @ w + addend)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
 
     `addend` [M, N] is added to this rank's product; fused kernels, which settings alone request, cannot add one.
 
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
-    order; gloo runs them at the same time, so only gloo needs `after`. `layout` and `parts` as in
+    order; gloo runs them at the same time, so only gloo needs `after`. `layout`, `parts` and `product` as in
     `start_matmul_all_reduce`.
     """
     with autocast_off(x):
-        x_m, right, choice = _prepare(OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts))
+        call = OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts, product=product)
+        x_m, right, choice = _prepare(call)
         if after is not None and not on_gloo(group, x.device):
             after = None
         kernel, options = kernel_of(choice), dict(choice.options)
@@ -175,6 +183,28 @@ def run_all_gather_matmul(
         with in_timeline(choice, group):
             y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m
+
+
+def gather_as_matmul(
+    x_shard: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    *,
+    layout: str = ANY,
+    parts: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Return ``all_gather(x_shard)`` [M, K] by the collectives of `run_all_gather_matmul`, which other ranks may call.
+
+    Of w [K, N] only shape and dtype count.
+    """
+    x_m, _, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
+    right = w if choice.kernel in FUSED else NoProduct(w.shape)
+    with in_timeline(choice, group):
+        _, gathered = kernel_of(choice)(x_m, right, group, choice.sizes, keep_gathered=True, **dict(choice.options))
+    assert gathered is not None
+    rows: torch.Tensor = gathered
+    return rows
 
 
 def run_matmul(
@@ -305,7 +335,7 @@ def _choice_of_operands(call: OperatorCall) -> Choice:
 
     The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
     """
-    operator, x, w, group, settings, layout, comm_scales, parts = call
+    operator, x, w, group, settings, layout, comm_scales, parts, _ = call
     if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
         return _new_choice(call)
     kept = _CHOICES.get(group)
@@ -321,10 +351,15 @@ def _choice_of_operands(call: OperatorCall) -> Choice:
     return choice
 
 
-def _prepare(call: OperatorCall) -> tuple[Input, Weight, Choice]:
+def _prepare(call: OperatorCall) -> tuple[Input, Weight | MultipliedRows, Choice]:
     """Return the operands as the chosen kernel takes them, and the choice."""
     x, w, settings = call.x, call.w, call.settings
     choice = _choice_of_operands(call)
+    if call.product is not None:
+        columns = call.product.shape[-1]
+        fused = choice.kernel in FUSED  # these multiply by a tensor alone
+        weight = torch.eye(columns, dtype=x.dtype, device=x.device) if fused else MultipliedRows(columns)
+        return rows_of(call.product), weight, choice
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice

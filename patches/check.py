@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.diagnostics.verify import (
     LEDGER,
@@ -86,6 +87,9 @@ class CheckedCall:
     backward_operands
         Returns the operands that the backward has, from what `Begin` is called with; those not named are as they are
         when the backward runs.
+    inside
+        The names of operands whose gradients are accumulated while the backward runs, not given by it: parameters that
+        a graph inside the call reads.
     """
 
     layer: Any
@@ -98,6 +102,7 @@ class CheckedCall:
     operators: Callable[[], OperatorsRan]
     gradients: Gradients = field(default_factory=Gradients)
     backward_operands: Callable[[torch.Tensor | None, torch.Tensor | None], Tensors] = lambda kept, weight: {}
+    inside: frozenset[str] = frozenset()
 
     @property
     def graded(self) -> bool:
@@ -140,6 +145,7 @@ class Check:
         self._backward_operands: Tensors = {}
         self._output_gradients: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, Gradient | str] = {}
+        self._handles: list[RemovableHandle] = []
         LEDGER.rank = dist.get_rank()
 
     def run(self, call: CheckedCall) -> Any:
@@ -164,7 +170,10 @@ class Check:
             assert y.grad_fn is not None
             y.grad_fn.register_prehook(functools.partial(self._keep_output_gradient, name, y.output_nr))
         for name, operand in call.operands.items():
-            if operand.requires_grad:
+            if operand.requires_grad and name in call.inside:
+                keep = functools.partial(self._keep_inside, name)
+                self._handles.append(operand.register_hook(keep))  # type: ignore[no-untyped-call]
+            elif operand.requires_grad:
                 node, index = gradient_source(results.values(), operand, call.operands.values())
                 node.register_hook(functools.partial(self._keep_gradient, name, index))
 
@@ -186,8 +195,16 @@ class Check:
         if call is None or not self._output_gradients:  # a second backward of a retained graph
             return
         self._gradients[name] = call.gradients.read(name, gradients[index])
-        if len(self._gradients) == sum(operand.requires_grad for operand in call.operands.values()):
+        wanted = {name for name, operand in call.operands.items() if operand.requires_grad}
+        if wanted - call.inside <= self._gradients.keys():
+            self._gradients = {**dict.fromkeys(wanted, (None, 0.0)), **self._gradients}
             self._compare_gradients(call)
+
+    def _keep_inside(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep the gradient of a parameter that is accumulated while the call's backward runs, not another call's."""
+        call = self._call
+        if call is not None and self._output_gradients:
+            self._gradients[name] = call.gradients.read(name, gradient.detach())
 
     def _compare_gradients(self, call: CheckedCall) -> None:
         """Run the original forward and backward, and compare its gradients with those of the call."""
@@ -200,6 +217,8 @@ class Check:
                 list(given), wanted, list(given.values()), allow_unused=True, materialize_grads=True
             )
         gradients, self._gradients, self._output_gradients = self._gradients, {}, {}
+        while self._handles:
+            self._handles.pop().remove()
         self._call, self._backward_operands = None, {}
         pairs: dict[str, Pair] = {}
         for name, expected in zip((name for name in aliases if aliases[name].requires_grad), by_original, strict=True):

@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import defined_in, full_name
@@ -151,9 +150,10 @@ class Installed:
     mesh
         The device mesh of the style.
     reason
-        Why the layer is left as it is, known from the style alone.
+        Why the layer is left as it is, known from the style and the module's class alone.
 
-    A deep copy of a module shares it.
+    What may differ between ranks, such as a mode, decides only what multiplies (`replaced`), never which collectives
+    run (`left_alone`). A deep copy of a module shares it.
     """
 
     in_force: InForce
@@ -172,24 +172,30 @@ class Installed:
         return group
 
     def uncovered(self, module: Any) -> str | None:
-        """Return the reason why the module's own forward must run, or None."""
+        """Return the reason why the module is not overlapped on this rank, or None."""
+        return self.left_alone(module) or self.replaced(module)
+
+    def left_alone(self, module: Any) -> str | None:
+        """Return the reason why the module's own forward must run, the same on all ranks, or None."""
         if self.reason is not None or self.in_force.framework is None:
             return self.reason or "overlap is switched off"
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
-        if not _is_linear(type(module)):
-            return "it is no torch.nn.Linear, but a class of its own"
         if self.in_force.framework.settings.at_every_degree:
             for text in self.in_force.without_tree.values():
                 return text
         elif self.group.size() == 1:
             return ONE_RANK
-        if (replaced := replaced_below()) is not None:
-            return replaced
         cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
         if cut % ranks:
             return f"its {cut} features are shared unevenly among {ranks} ranks"
         return self._otherwise_sharded(module)
+
+    def replaced(self, module: Any) -> str | None:
+        """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
+        if not is_linear(type(module)):
+            return f"its class is {full_name(type(module))} now"
+        return replaced_below()
 
     def _otherwise_sharded(self, module: Any) -> str | None:
         """Return how its weight and bias differ from the shards that the style makes, or None."""
@@ -210,7 +216,7 @@ class Installed:
         return None if module.weight.device_mesh.ndim == 1 else "its weight is sharded by more than its style"
 
 
-def _is_linear(kind: type) -> bool:
+def is_linear(kind: type) -> bool:
     """Tell whether a class is torch.nn.Linear, or what `fully_shard` makes of it."""
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # torch may be importing it
     return kind is torch.nn.Linear or kind.__bases__ == (sharded, torch.nn.Linear)
@@ -232,12 +238,59 @@ def replaced_below() -> str | None:
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if type(mode) is not DeviceContext:  # of torch.set_default_device; it changes no matmul
                 return f"it is called under {full_name(type(mode))}, a TorchFunctionMode"
-    if torch._C._len_torch_dispatch_stack():
-        debug: Any = sys.modules.get("torch.distributed.tensor.debug")
-        counting = getattr(debug, "CommDebugMode", ())
-        if any(isinstance(mode, counting) for mode in _get_current_dispatch_mode_stack()):
-            return "it is called under CommDebugMode, which counts the collectives of torch's own layers"
     return None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Any) -> DTensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
+        return _part(gradient), None
+
+
+def _part(whole: DTensor) -> torch.Tensor:
+    """Return this rank's part of the sum that a DTensor is."""
+    (placement,), local = whole.placements, whole.to_local()
+    if isinstance(placement, Partial):
+        return local
+    rank, ranks = whole.device_mesh.get_local_rank(), whole.device_mesh.size()
+    if placement == Replicate():
+        return local if rank == 0 else torch.zeros_like(local)
+    assert type(placement) is Shard
+    padded = local.new_zeros(whole.shape)
+    rows = -(-whole.shape[placement.dim] // ranks)
+    padded.narrow(placement.dim, min(rank * rows, whole.shape[placement.dim]), local.shape[placement.dim]).copy_(local)
+    return padded
+
+
+def replicated(x: torch.Tensor, mesh: Any) -> DTensor:
+    """Return x as a DTensor that is whole on every rank; the gradient of x is this rank's part of a sum."""
+    with torch._C.DisableTorchFunction():
+        whole: DTensor = _Replicated.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def matmul_by(forward: Callable[[DTensor], Any], installed: Installed) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what multiplies by a forward of a layer that takes and gives DTensors, without its collectives."""
+    mesh, column = installed.mesh, installed.kind == "column"
+
+    def own_matmul(x: torch.Tensor) -> torch.Tensor:
+        given = replicated(x, mesh) if column else DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)
+        y: Any = forward(given)
+        if not isinstance(y, DTensor):
+            return torch.as_tensor(y)
+        with torch._C.DisableTorchFunction():
+            if column:
+                local: torch.Tensor = y.redistribute(placements=[Shard(y.ndim - 1)]).to_local()
+                return local
+            local = y.to_local(grad_placements=[Replicate()])
+            # Of a sum that the program has made itself one rank keeps the values, and every rank the gradient.
+            return local if y.placements != (Replicate(),) or mesh.get_local_rank() == 0 else local - local.detach()
+
+    return own_matmul
 
 
 def positive(placements: Any, ndim: int) -> tuple[Any, ...]:

@@ -9,20 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import DegreeError, UnmetRequestError
 from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
-from ascend_parallel.process_groups.consistency import DisagreementError, SettingsAgreement, exchange
+from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
 from ascend_parallel.tuning.measured.pass_times import Case
@@ -44,7 +45,7 @@ def described(layer: Any) -> str:
     It runs as Python also in a model that is being compiled: torch's tracer cannot list a process's objects. The mark
     is made here, because it imports torch's tracer, which an import of this package must not.
     """
-    text: str = torch.compiler.disable(_described)(layer)
+    text: str = torch.compiler.disable(_described)(layer)  # type: ignore[no-untyped-call]
     return text
 
 
@@ -85,8 +86,7 @@ class Framework(ABC):
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
-        self.expert_groups = ExpertGroups(settings)
-        self._agreed: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+        self.expert_groups = ExpertGroups(settings, self._tuner)
         self._logged: set[str] = set()
         self._announced = False
 
@@ -181,18 +181,29 @@ class Framework(ABC):
         """Return a function that compares settings on the group's ranks; call it before they communicate."""
         return functools.partial(self._agreement.confirm, group)
 
-    def agreed_reason(self, layer: Any, group: dist.ProcessGroup, reason: str | None) -> str | None:
-        """Return why the original of `layer` must run on all ranks of `group`, or None.
+    def reason_of_any(self, group: dist.ProcessGroup, reason: str | None, device: torch.device) -> str | None:
+        """Return why the original must run on all ranks of `group` in this call, or None: one small all-reduce.
 
-        What was replaced on one rank is a `reason` there alone. The ranks tell each other at the layer's first call,
-        which every rank makes; a reason that one rank gets later is its own. Raises `DisagreementError` with the
-        missing ranks after the group's time limit.
+        For calls that wait for all ranks anyway, such as those of experts.
         """
-        if layer not in self._agreed:
-            told = exchange(group, "the first call of a layer of experts", {"reason": reason}, DisagreementError)
-            found = ((rank, of_rank["reason"]) for rank, of_rank in sorted(told.items()))
-            self._agreed[layer] = next((f"on rank {rank} {text}" for rank, text in found if text), None)
-        return reason or self._agreed[layer]
+        rank = torch.tensor([0 if reason is None else dist.get_rank() + 1], device=device)
+        run_collective("the reasons of all ranks", dist.all_reduce, rank, group=group, op=dist.ReduceOp.MAX)
+        number = int(rank.item())
+        return reason or (f"on rank {number - 1} what it computes was replaced" if number else None)
+
+    def log_replaced(self, layer: Any, reason: str) -> None:
+        """Log once, on this rank, what multiplies in place of layers of this type, whose collectives stay in chunks.
+
+        Raises `UnmetRequestError` with strict settings, and `DegreeError` as `log_uncovered` does.
+        """
+        text = f"on rank {dist.get_rank()} {type(layer).__name__} runs without overlap: {reason}"
+        if self.settings.at_every_degree or self.settings.strict:
+            self.log_uncovered(layer, reason)
+        if text not in self._logged:
+            self._logged.add(text)
+            if self.verifier is not None:
+                self.verifier.note(text)
+            log.warning("%s", text)
 
     def log_uncovered(self, layer: Any, reason: str) -> None:
         """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import cast_by_autocast, operand_dtype
 from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
+from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
@@ -47,6 +51,9 @@ class LinearCall:
         What the framework does with the output of the layer, such as a gather of its features; `original` does it too.
     x_dtensor
         The DTensor whose local tensor x is; None: x is a tensor of its own.
+    own_matmul
+        What the program has put in place of the matmul, maybe on this rank alone: takes the whole local input, and
+        returns the product with the bias, before a row layer's sum. None: nothing.
     """
 
     layer: Any
@@ -60,6 +67,7 @@ class LinearCall:
     sequence_dim: int | None = None
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     x_dtensor: DTensor | None = None
+    own_matmul: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def dtensors(self) -> tuple[DTensor | None, DTensor | None]:
@@ -118,6 +126,13 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
 
 def _by_framework(call: LinearCall, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the output of the framework's own forward on x and the local weight."""
+    with _weight_in_place(call, weight):
+        return call.original(x)
+
+
+@contextmanager
+def _weight_in_place(call: LinearCall, weight: torch.Tensor) -> Iterator[None]:
+    """Let the layer have another local weight inside this context."""
     parameter = call.parameter
     if isinstance(parameter, DTensor):
         weight = DTensor.from_local(weight, parameter.device_mesh, parameter.placements, run_check=False)
@@ -126,7 +141,7 @@ def _by_framework(call: LinearCall, x: torch.Tensor, weight: torch.Tensor) -> to
         attributes = vars(call.layer)
     own, attributes["weight"] = attributes["weight"], weight
     try:
-        return call.original(x)
+        yield
     finally:
         attributes["weight"] = own
 
@@ -143,6 +158,8 @@ def _backward_operands(
 
 def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> torch.Tensor:
     """Run the call; a check observes the start of its backward."""
+    if call.own_matmul is not None:
+        return _around(framework, call, call.own_matmul)
     group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     if not settings.enabled:
         return call.original(call.x)
@@ -167,6 +184,58 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         y = y if bias is None else y + bias
     y = swapped(y) if call.sequence_dim == 1 else y
     return y if call.finish is None else call.finish(y)
+
+
+def layer_around(framework: Framework, call: LinearCall) -> ParallelLinear | None:
+    """Return the layer whose collectives run around a matmul of the program; None: the framework's own run."""
+    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
+    if not settings.enabled:
+        return None
+    return ParallelLinear(
+        group=group,
+        settings=settings,
+        sequence_parallel=call.sequence_dim is not None,
+        before_communicating=framework.confirm(group),
+        leaves_rows=framework.leaves_rows,
+    )
+
+
+def _around(framework: Framework, call: LinearCall, own_matmul: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run the collectives of the call around the program's own matmul."""
+    layer = layer_around(framework, call)
+    if layer is None:
+        return call.original(call.x)
+    checked = framework.verifier is not None  # a check looks for the gradients of the call's operands
+    own_weight = _weight_in_place(call, call.weight) if checked else nullcontext()
+    if call.kind == "column":
+        x = entered(call.x, call.weight, layer, call.sequence_dim)
+        with own_weight:
+            y = own_matmul(x)
+    else:
+        with torch._C.DisableTorchFunction():
+            x = whole(call.x)
+        with own_weight:
+            y = own_matmul(x)
+        y = left(y, x, call.weight, layer, call.sequence_dim)
+    return y if call.finish is None else call.finish(y)
+
+
+def entered(x: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, sequence_dim: int | None) -> torch.Tensor:
+    """Return the whole input of a column layer's matmul, unseen by modes of the program; as in `LinearCall`."""
+    with torch._C.DisableTorchFunction():
+        if sequence_dim != 1:
+            return enter_column(x, weight, layer)
+        return swapped(enter_column(swapped(x), weight, layer))
+
+
+def left(
+    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, sequence_dim: int | None
+) -> torch.Tensor:
+    """Return the sum over ranks of the product y of x and the weight, unseen by modes of the program."""
+    with torch._C.DisableTorchFunction():
+        if sequence_dim != 1:
+            return leave_row(y, x, weight, layer)
+        return swapped(leave_row(swapped(y), x.transpose(0, 1), weight, layer))
 
 
 def torch_linear(call: LinearCall) -> ForwardWrapper:

@@ -35,16 +35,22 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark as slow all but `count` parameter sets, evenly spread, of each test that is marked ``sample(count)``."""
+def pytest_collection_modifyitems(config, items):
+    """Of each test marked ``sample``, mark as slow all parameter sets but so many, evenly spread, or those named."""
     for _, sets in itertools.groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
         sets = list(sets)
         mark = sets[0].get_closest_marker("sample")
-        if mark is not None:
+        if mark is None:
+            continue
+        if mark.args and isinstance(mark.args[0], int):
             (count,) = mark.args
             kept = {index * len(sets) // count for index in range(count)}
-            for index in set(range(len(sets))) - kept:
-                sets[index].add_marker(pytest.mark.slow)
+        else:
+            kept = {index for index, item in enumerate(sets) if item.callspec.id in mark.args}
+            if len(kept) < len(mark.args) and not any("::" in argument for argument in config.args):
+                raise pytest.UsageError(f"{sets[0].nodeid}: {mark} names a parameter set that there is not")
+        for index in set(range(len(sets))) - kept:
+            sets[index].add_marker(pytest.mark.slow)
 
 
 class Part:

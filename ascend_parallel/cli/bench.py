@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,10 @@ from ascend_parallel.cli.output import console, errors, needs_folder, progress_c
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
+if TYPE_CHECKING:
+    from ascend_parallel.tuning.bench.experts import ExpertsCase
+    from ascend_parallel.tuning.measured.chunk_plan import Entry
+
 WIDTH = 160  # of output that is not a terminal
 
 RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
@@ -36,6 +40,12 @@ DtypeOption = Annotated[str, typer.Option(help=", ".join(DTYPES))]
 ChunksOption = Annotated[str, typer.Option(help="Chunk counts to try, separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=3, max=1000, help="Timings of each variant.")]
 ORDERS = {"1": ["1"], "tp": ["1", "tp"]}
+MoeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="EXPERTS,ROWS,HIDDEN,INNER", help="Time a layer of experts instead; --chunks are groups of experts."
+    ),
+]
 LinkOption = Annotated[
     str | None,
     typer.Option(
@@ -67,12 +77,7 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
     ] = None,
-    moe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="EXPERTS,ROWS,HIDDEN,INNER", help="Time a layer of experts instead; --chunks are groups of experts."
-        ),
-    ] = None,
+    moe: MoeOption = None,
     shared: Annotated[int, typer.Option(min=0, max=MOST_ROWS, help="For --moe: width of a shared expert.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
@@ -132,18 +137,11 @@ def _bench_experts(
     device: str | None,
     as_json: bool,
 ) -> None:
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, chunk_counts, requested_device
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS
     from ascend_parallel.tuning.bench import experts
-    from ascend_parallel.tuning.launch.devices import CPU
     from ascend_parallel.tuning.launch.ranks import call_on_ranks
 
-    if model is not None or shapes:
-        raise PlanningError("give one of --model, --shape and --moe")
-    if device is not None and requested_device(device, tp, link) != CPU:
-        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
-    dtype_of(dtype)
-    case = experts.ExpertsCase.parse(moe, shared, dtype, tp)
-    groups = [count for count in chunk_counts(chunks) if count <= case.experts // tp]
+    case, groups = _experts_case(moe, shared, model, shape=shapes, tp=tp, dtype=dtype, chunks=chunks, device=device)
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured = call_on_ranks(
             "ascend_parallel.tuning.bench.experts:measure",
@@ -163,6 +161,31 @@ def _bench_experts(
     experts.show(measured["times"], conditions, console(WIDTH))
 
 
+def _experts_case(
+    moe: str,
+    shared: int,
+    model: str | None,
+    *,
+    shape: list[str] | None,
+    tp: int,
+    dtype: str,
+    chunks: str,
+    device: str | None,
+) -> tuple[ExpertsCase, list[int]]:
+    """Return the layer of --moe and the numbers of groups; raises `PlanningError` for what is not allowed."""
+    from ascend_parallel.cli.bench_request import chunk_counts, requested_device
+    from ascend_parallel.tuning.bench.experts import ExpertsCase
+    from ascend_parallel.tuning.launch.devices import CPU
+
+    if model is not None or shape:
+        raise PlanningError("give one of --model, --shape and --moe")
+    if device is not None and requested_device(device, tp, None) != CPU:
+        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
+    dtype_of(dtype)
+    case = ExpertsCase.parse(moe, shared, dtype, tp)
+    return case, [count for count in chunk_counts(chunks) if count <= case.experts // tp]
+
+
 def tune(
     model: ModelOption = None,
     shape: ShapeOption = None,
@@ -180,6 +203,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
     ] = None,
+    moe: MoeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan.")] = False,
 ) -> None:
     """Time a model's layers and write the fastest chunk sizes to a plan; one chunk where overlap loses.
@@ -190,6 +214,8 @@ def tune(
 
       ascend-parallel tune --model llama2-7b --scale 8 --seq 512 --out plan.json
 
+      ascend-parallel tune --moe 8,1024,1024,512 --out plan.json
+
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
     from ascend_parallel.cli.bench_request import request_of
@@ -197,14 +223,20 @@ def tune(
     from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
 
     with errors("tune", LinkError):
-        request = request_of(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
-        )
+        if moe is not None:
+            case, groups = _experts_case(moe, 0, model, shape=shape, tp=tp, dtype=dtype, chunks=chunks, device=device)
+        else:
+            request = request_of(
+                model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
+            )
         if out is None and link is not None:
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
-        measured = replace(request, fused=False).measure(as_json)
+        if moe is not None:
+            measured = _tuned_experts(case, groups, tp, link, as_json)
+        else:
+            measured = replace(request, fused=False).measure(as_json)
         plan = read_plan(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
         if path.exists() and not differences(saved := load_plan(str(path), "--out"), plan.machine):
@@ -213,7 +245,35 @@ def tune(
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
-    rows = rows_of(request.names, measured["passes"])
-    show(rows, request.conditions(measured), console(WIDTH), kept=True)
+    if moe is None:
+        rows = rows_of(request.names, measured["passes"])
+        show(rows, request.conditions(measured), console(WIDTH), kept=True)
+    else:
+        typer.echo(f"{case}: {_in_words(read_plan(measured['plan']).entries[0])}")
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
+
+
+def _tuned_experts(case: ExpertsCase, groups: list[int], tp: int, link: str | None, as_json: bool) -> dict[str, Any]:
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS
+    from ascend_parallel.tuning.launch.ranks import call_on_ranks
+
+    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
+        measured: dict[str, Any] = call_on_ranks(
+            "ascend_parallel.tuning.bench.experts:tune",
+            tp,
+            limit=60 + 4 * SECONDS_A_PASS,
+            link=link,
+            on_progress=status.update,
+            case=asdict(case),
+            groups=groups,
+        )
+    return measured
+
+
+def _in_words(entry: Entry) -> str:
+    """Return the groups of an entry of experts with its times."""
+    serial, chosen = (f"{1e3 * seconds:.1f} ms" for seconds in (entry.serial, entry.chosen))
+    if len(entry.sizes) == 1:
+        return f"the framework's own layer, {serial} forward and backward; no groups won"
+    return f"{len(entry.sizes)} groups, {chosen} forward and backward; in turn {serial}"

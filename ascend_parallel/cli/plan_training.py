@@ -18,6 +18,7 @@ from ascend_parallel.tuning.cost_model.tables import lookup
 MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 30
 FLOAT32 = "float32"
 DTYPES = ("bfloat16", FLOAT32)
+FILES = (".json", ".toml")
 Progress = Callable[[str], None]
 _Search = Callable[[int, float, str, Progress], tuple[Any, Any]]
 
@@ -26,11 +27,16 @@ def plan_training(
     model: Annotated[
         str,
         typer.Option(
-            help="A preset (ascend-parallel predict --list), or MODULE:FUNCTION that returns (model, batch[, loss])."
+            help="A preset (ascend-parallel predict --list), a config.json of transformers or a TOML file of sizes, or "
+            "MODULE:FUNCTION that returns (model, batch[, loss])."
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")],
     memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")],
+    ep: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer; default: searched."),
+    ] = None,
     hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     batch: Annotated[
         int | None,
@@ -53,7 +59,7 @@ def plan_training(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
-    """Search data, tensor and pipeline parallel sizes, micro-batches, schedule, recompute and ZeRO stage.
+    """Search data, expert, tensor and pipeline parallel sizes, micro-batches, schedule, recompute and ZeRO stage.
 
     Prints the ten fastest by the cost model that fit, with the reasons why the others are slower, and writes the
     fastest as a strategy. Starts no process and needs no device. docs/degrees.md has the formulas and their sources.
@@ -69,10 +75,13 @@ def plan_training(
 
     with errors("plan-training", ImportError, ArithmeticError), progress_console(as_json).status("planning") as status:
         limit = bytes_of(memory, "--memory")
-        file = out or Path(f"{model.rpartition(':')[2]}-{ranks}.toml")
+        file = out or Path(f"{Path(model).stem if model.endswith(FILES) else model.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)
         amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
-        search = _of_function(model, batch, seq, amp) if ":" in model else _of_preset(model, ranks, batch, seq, amp)
+        of_function = ":" in model
+        search = (
+            _of_function(model, batch, seq, amp, ep) if of_function else _of_preset(model, ranks, batch, seq, amp, ep)
+        )
         find_hardware(hardware)
         found, planned = search(ranks, limit, hardware, status.update)
         best = found.best[planned.place]
@@ -87,7 +96,7 @@ def plan_training(
     typer.echo(f"wrote {file}: {best.degrees}")
 
 
-def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None) -> _Search:
+def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None, ep: int | None) -> _Search:
     """Return the search for a user's model."""
     from ascend_parallel.training import AmpOptions
     from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
@@ -101,7 +110,7 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None)
         options = AmpOptions(dtype=None if amp == FLOAT32 else amp)
         how = loss or mean_loss
         found = search_degrees(
-            model, data, ranks=ranks, memory=limit, hardware=hardware, loss=how, amp=options, progress=progress
+            model, data, ranks=ranks, memory=limit, hardware=hardware, loss=how, amp=options, progress=progress, ep=ep
         )
         progress("planning the whole model")
         return found, planned_whole(found, model, data, how)
@@ -109,22 +118,22 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None)
     return search
 
 
-def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None) -> _Search:
-    """Return the search for a preset of the cost model."""
+def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None, ep: int | None) -> _Search:
+    """Return the search for a preset of the cost model, or for a model that a file describes."""
     from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
     from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
     from ascend_parallel.training.degrees.search import SearchResult, search_traced
     from ascend_parallel.training.loss import mean_loss
-    from ascend_parallel.tuning.cost_model.models import find_model
+    from ascend_parallel.tuning.cost_model.models import find_model, read_model
 
-    preset = find_model(name)
+    preset = read_model(Path(name)) if name.endswith(FILES) else find_model(name)
     length = seq or preset.sequence or SEQUENCE
     size = batch or default_batch(ranks, length)
 
     def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
         dtype = amp or find_hardware(hardware).dtype
         traced = traced_preset(preset, length, size, dtype)
-        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress)
+        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress, ep=ep)
         progress("planning the whole model")
         return found, planned_whole(found, *built_preset(preset, length, size), mean_loss)
 

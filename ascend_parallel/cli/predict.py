@@ -37,6 +37,8 @@ Examples:
 
   ascend-parallel predict --model llama2-7b --tp 2 --hardware cpu-gloo --link 1gbit --seq 1024
 
+  ascend-parallel predict --model mixtral-8x7b --tp 2 --dp 32 --ep 8 --hardware 910b
+
   ascend-parallel predict --published
 
   ascend-parallel predict --gains
@@ -48,7 +50,10 @@ Examples:
 
 
 ModelName = Annotated[str | None, typer.Option("--model", help="A preset; --list shows them.")]
-ModelFile = Annotated[Path | None, typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ...")]
+ModelFile = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with layers, hidden, ffn, heads, vocab ..., or a model's config.json (transformers)."),
+]
 HardwareName = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +80,8 @@ VirtualStages = Annotated[
     int, typer.Option(min=1, max=MOST_ROWS, help="Pipeline stages of each rank; more than 1: interleaved.")
 ]
 ContextRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Context-parallel ranks of a sequence (ring).")]
+ExpertRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer.")]
+ExpertTensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share each expert's width.")]
 Zero = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
 OverlapGradients = Annotated[
     bool, typer.Option("--overlap-gradients", help="Sum gradients under the last backward, in buckets.")
@@ -114,6 +121,8 @@ def predict(
     sequence_parallel: SequenceParallel = None,
     virtual_stages: VirtualStages = 1,
     cp: ContextRanks = 1,
+    ep: ExpertRanks = 1,
+    etp: ExpertTensorRanks = 1,
     zero: Zero = 0,
     overlap_gradients: OverlapGradients = False,
     recompute: Recompute = "none",
@@ -164,6 +173,8 @@ def predict(
             dtype=dtype_of(dtype or machine.dtype),
             tp=tp,
             cp=cp,
+            ep=ep,
+            etp=etp,
             sequence=seq,
             micro_batch=micro_batch,
             sequence_parallel=sequence_parallel,
@@ -253,7 +264,12 @@ def _list(out: Console, as_json: bool) -> None:
 
     if as_json:
         models = [
-            {"name": model.name, "title": model.title, "parameters": model.count_parameters()}
+            {
+                "name": model.name,
+                "title": model.title,
+                "parameters": model.count_parameters(),
+                "active_parameters": model.count_active(),
+            }
             for model in all_models().values()
         ]
         machines = [

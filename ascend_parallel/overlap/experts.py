@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, Rows, exchange_choice, expert_exchange
 from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
@@ -127,6 +128,29 @@ def run_experts(
     x = None if shared is None else shared.x
     out, shared_out = _Experts.apply(anchor, rows, probs, x, call, *experts.weights)  # type: ignore[no-untyped-call]
     return out, shared_out
+
+
+def experts_in_turn(
+    rows: torch.Tensor,
+    counts: RowCounts,
+    experts: LocalExperts,
+    *,
+    group: dist.ProcessGroup,
+    probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `run_experts` returns without a shared expert, by torch's own collectives and autograd in turn.
+
+    As the frameworks' own layers run it: dispatch, all experts, combine. Measurements compare with it.
+    """
+    (whole,) = counts.groups((counts.experts,))
+    there, back = (whole.received_sizes, whole.sent_sizes), (whole.sent_sizes, whole.received_sizes)
+    received, *more = (
+        all_to_all_single_autograd(x, *there, group) * 1  # the product waits for the rows
+        for x in (rows, *(() if probs is None else (probs,)))
+    )
+    made = _checked(experts.run(whole, received, more[0] if more else None, experts.weights), received)
+    returned: torch.Tensor = all_to_all_single_autograd(made.contiguous(), *back, group) * 1
+    return returned
 
 
 class _Experts(torch.autograd.Function):

@@ -176,13 +176,23 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
         guarded = once_differentiable(recorded_layer(kind, "backward")(without_autocast(backward)))
 
         @functools.wraps(backward)
-        def run(ctx: Any, dy: torch.Tensor, *more: Any) -> Any:
+        def run(ctx: Any, dy: torch.Tensor | None, *more: Any) -> Any:
+            given = next((each for each in (dy, *more) if each is not None), None)
+            if given is None:  # nobody needs a gradient
+                return (None,) * len(ctx.needs_input_grad)
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
-            if active or torch.is_autocast_enabled(dy.device.type):
+            if active or torch.is_autocast_enabled(given.device.type):
                 found = guarded(ctx, dy, *more)
                 return tuple(map(whole, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
 
-        return run
+        @functools.wraps(backward)
+        def run_unseen(ctx: Any, dy: torch.Tensor | None, *more: Any) -> Any:
+            if not torch._C._len_torch_function_stack():
+                return run(ctx, dy, *more)
+            with torch._C.DisableTorchFunction():  # a mode of the program sees torch's own backward no more than this
+                return run(ctx, dy, *more)
+
+        return run_unseen
 
     return decorate

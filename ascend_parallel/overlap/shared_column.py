@@ -58,21 +58,27 @@ class _SharedColumnLinear(torch.autograd.Function):
             gathered if weight_grad else None, checked(weight, layer.dtensors[1]) if input_grad else None
         )
         ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
+        ctx.set_materialize_grads(False)  # who uses one result alone leaves the layer without a gradient, as torch does
         return y, gathered
 
     @staticmethod
     @layer_backward("column")
-    def backward(ctx: Any, dy: torch.Tensor, dx: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor | None, dx: torch.Tensor | None) -> tuple[Any, ...]:
         layer: ParallelLinear = ctx.layer.in_column_backward
         gathered, weight = map(local, ctx.saved_tensors)
-        db = layer.bias_gradient_of(rows_of(dy.contiguous())) if ctx.needs_input_grad[2] else None
-        dy = dy.to(ctx.x_dtype)
+        db = None if dy is None or not ctx.needs_input_grad[2] else layer.bias_gradient_of(rows_of(dy.contiguous()))
+        dy = None if dy is None else dy.to(ctx.x_dtype)
         if weight is None:
-            return None, weight_gradient_of(layer, gathered, dy), db, None
+            return None, None if dy is None else weight_gradient_of(layer, gathered, dy), db, None
         layer.about_to_communicate()
-        addend = rows_of(dx.contiguous()).to(ctx.x_dtype)
-        started = start_matmul_reduce_scatter(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, addend=addend)
-        with started as pending:
-            dw = weight_gradient_of(layer, gathered, dy)
+        group, settings = layer.group, layer.settings
+        addend = None if dx is None else rows_of(dx.contiguous()).to(ctx.x_dtype)
+        options: dict[str, Any] = {"addend": addend}
+        left = dy
+        if left is None:
+            assert dx is not None and addend is not None
+            left, options = addend.new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addend}
+        with start_matmul_reduce_scatter(left, weight, group, settings, layout=ROW_MAJOR, **options) as pending:
+            dw = None if dy is None else weight_gradient_of(layer, gathered, dy)
             dx_shard = pending.wait()
         return dx_shard.view(ctx.x_shape), dw, db, None

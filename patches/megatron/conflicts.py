@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from ascend_parallel.patches.base import ConflictError, full_name
-from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.settings import Settings
 
 # Name of a configuration field or command-line argument -> the feature.
@@ -91,6 +90,8 @@ class _Place:
         The module that must define the function; None: the function must be `first`.
     first
         The function at the time of patching.
+    communicates
+        Whether the function is a collective, or the mapping that calls one.
     """
 
     holder: Mapping[str, Any]
@@ -98,6 +99,7 @@ class _Place:
     home: ModuleType | None
     text: str
     first: object = None
+    communicates: bool = False
 
     def function(self) -> object:
         """Return the present function of that name."""
@@ -119,19 +121,32 @@ class Originals:
         self._layers = layers
         self._seen: tuple[object, ...] = ()
         self._replacement: str | None = None
+        self._collective: str | None = None
+
+    def replaced_collective(self) -> str | None:
+        """Return a text that names what replaced a function that communicates, or None."""
+        self._look()
+        return self._collective
 
     def replaced(self, layer: Any) -> str | None:
         """Return a text that names what replaced a function behind `layer`, or None if all are Megatron's own."""
-        functions = tuple(place.function() for place in self._places)
-        if functions != self._seen:
-            foreign = (place for place in self._places if place.replaced())
-            texts = (f"{place.text} is {_origin(place.function())}" for place in foreign)
-            self._replacement = next(texts, None)
-            self._seen = functions
-        if flag := flag_of(type(layer)):
-            return f"the layer is MindSpeed's {type(layer).__name__} ({flag})"
-        text = self._replacement or self._replaced_impl(layer)
+        text = self.replaced_function() or self._replaced_impl(layer)
         return f"what it computes was replaced: {text}" if text else None
+
+    def replaced_function(self) -> str | None:
+        """Return a text that names what replaced a function behind all layers, or None."""
+        self._look()
+        return self._replacement
+
+    def _look(self) -> None:
+        functions = tuple(place.function() for place in self._places)
+        if functions == self._seen:
+            return
+        foreign = [place for place in self._places if place.replaced()]
+        texts = {f"{place.text} is {_origin(place.function())}": place.communicates for place in foreign}
+        self._replacement = next(iter(texts), None)
+        self._collective = next((text for text, communicates in texts.items() if communicates), None)
+        self._seen = functions
 
     def _replaced_impl(self, layer: Any) -> str | None:
         """Check the layer's `_forward_impl`: an attribute set by the constructor below 0.14, a method since."""
@@ -148,20 +163,40 @@ class Originals:
 def _places(layers: ModuleType) -> tuple[_Place, ...]:
     """Return the names to look at behind `layers`; called first right after the module was imported, if it can be."""
     mappings = importlib.import_module(MAPPINGS)
-    regions = [
-        _Place(vars(layers), name, layers if name in FUNCTIONALS else mappings, f"{layers.__name__}.{name}")
+    regions = [_Place(vars(layers), name, layers, f"{layers.__name__}.{name}") for name in FUNCTIONALS]
+    regions += [
+        _Place(vars(layers), name, mappings, f"{layers.__name__}.{name}", communicates=True)
         for name in REACHED
+        if name not in FUNCTIONALS
     ]
-    regions += [_Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}") for name in REGION_FUNCTIONS]
+    regions += [
+        _Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}", communicates=True) for name in REGION_FUNCTIONS
+    ]
     for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
         regions += [
-            _Place(vars(getattr(module, owner)), name, module, f"{module.__name__}.{owner}.{name}")
+            _Place(
+                vars(getattr(module, owner)),
+                name,
+                module,
+                f"{module.__name__}.{owner}.{name}",
+                communicates=module is mappings,
+            )
             for owner in owners
             for name in ("forward", "backward")
         ]
     for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
         names = [name for name in (*owners, *FOREIGN_FUNCTIONS) if name in vars(module)]
-        regions += [_Place(vars(module), name, None, f"{module.__name__}.{name}", vars(module)[name]) for name in names]
+        regions += [
+            _Place(
+                vars(module),
+                name,
+                None,
+                f"{module.__name__}.{name}",
+                vars(module)[name],
+                communicates=module is mappings or name.startswith("dist_"),
+            )
+            for name in names
+        ]
     return (*regions, _Place(vars(torch), "matmul", None, "torch.matmul", torch.matmul))
 
 

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
@@ -137,7 +137,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         reason = _uncovered_on_all_ranks(self, megatron)
         if reason is None:
-            reason = megatron.agreed_reason(self, self.ep_group, _replaced_methods(self))
+            reason = megatron.reason_of_any(self.ep_group, _replaced_methods(self), hidden_states.device)
         if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
             reason = "it is called for a part of its work (intermediate_tensors)"
         if reason is not None:
@@ -347,15 +347,21 @@ class OverlappedCall:
             return self._settings
         problem = experts_problem(rows, counts.experts, self._group)
 
-        def trial(tried: Settings) -> None:
+        def trial(tried: Settings | None) -> None:
             with without_trace(rows.device):
                 copies = _copies(self._layer.experts)
                 run = functools.partial(self._run_group, parameters=copies)
                 local, x = LocalExperts(run=run, parameters=[*copies.values()]), rows.detach().requires_grad_()
-                out, _ = run_experts(x, counts, local, group=self._group, settings=tried, probs=probs.detach())
-                torch.autograd.grad(out, [x], torch.ones_like(out))
+                wanted = [x]
+                if tried is None:
+                    out = experts_in_turn(x, counts, local, group=self._group, probs=probs.detach())
+                    wanted += [copy for copy in copies.values() if copy.requires_grad]
+                else:  # the copies get their gradients inside
+                    out, _ = run_experts(x, counts, local, group=self._group, settings=tried, probs=probs.detach())
+                torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-        settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, rows.device)
+        in_turn = functools.partial(trial, None)
+        settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, in_turn, rows.device)
         if settings is self._megatron.settings:  # nothing was measured
             return self._settings
         return settings if settings.enabled else in_groups(self._settings, 1)
@@ -384,19 +390,27 @@ class OverlappedCall:
         layer, dispatcher = self._layer, self._layer.token_dispatcher
         choice = exchange_choice(rows, counts.experts, self._group, settings)
 
+        parameters = dict(layer.experts.named_parameters())
+        compared = {name: parameter for name, parameter in parameters.items() if not parameter._backward_hooks}
+        if layer.config.gradient_accumulation_fusion:
+            assert self._megatron.verifier is not None
+            self._megatron.verifier.note("gradients of experts' weights that are added to main_grad are not checked")
+            compared = {}
+
         def original(operands: Tensors) -> Tensors:
             own, kind = AttributeOverlay(dispatcher, **{**state, "shared_experts": None}), type(dispatcher)
             sent = kind.token_dispatch(own, operands["input"], operands["probabilities"])
             arguments = kind.dispatch_postprocess(own, *sent)
-            frozen = {name: parameter.detach() for name, parameter in layer.experts.named_parameters()}
-            made, _ = functional_call(layer.experts, frozen, arguments)
+            weights = {name: operands.get(name, parameter.detach()) for name, parameter in parameters.items()}
+            made, _ = functional_call(layer.experts, weights, arguments)
             return {"output": kind.token_combine(own, kind.combine_preprocess(own, made))}
 
         return CheckedCall(
             layer=layer,
             path="experts",
             group=self._group,
-            operands={"input": rows, "probabilities": probs},
+            operands={"input": rows, "probabilities": probs, **compared},
+            inside=frozenset(compared),
             run=lambda _: self._exchange(rows, probs, counts, settings),
             results=lambda output: {"output": output},
             original=original,

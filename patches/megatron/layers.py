@@ -8,24 +8,28 @@ Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import run_column, run_row
+from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import Begin
-from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.base import ConflictError, Function
 from ascend_parallel.patches.check import Verifier
 from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.patches.megatron.check import MegatronLinear
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.every_degree import (
@@ -34,7 +38,7 @@ from ascend_parallel.patches.megatron.every_degree import (
     refuse_what_depends_on_the_degree,
     row_blocks,
 )
-from ascend_parallel.patches.megatron.original import Output, lent_buffer
+from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
 from ascend_parallel.patches.tuned import case_of
@@ -56,6 +60,7 @@ class Megatron(Framework):
         self.version = version
         self._originals = Originals(layers)
         self._layouts = KnownLayouts()
+        self._compared: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
 
@@ -91,11 +96,15 @@ class Megatron(Framework):
         )
 
     def uncovered(self, layer: Any) -> str | None:
-        """Return the reason why the original forward of `layer` must run, or None."""
+        """Return the reason why `layer` is not overlapped on this rank, or None."""
+        return self.left_alone(layer) or self.replaced(layer)
+
+    def left_alone(self, layer: Any) -> str | None:
+        """Return the reason why the original forward of `layer` must run, the same on all ranks, or None."""
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
-        if replaced := self._originals.replaced(layer):
-            return replaced
+        if flag := flag_of(type(layer)):
+            return f"the layer is MindSpeed's {type(layer).__name__} ({flag})"
         if getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate outside the layer"
         if not dist.is_initialized():
@@ -103,6 +112,53 @@ class Megatron(Framework):
         if self.group_of(layer).size() == 1 and not self.settings.at_every_degree:
             return ONE_RANK
         return uncovered_layer(layer, self.version)
+
+    def replaced(self, layer: Any) -> str | None:
+        """Return what was replaced behind `layer`, on this rank at least, or None."""
+        return self._originals.replaced(layer)
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what must be the same on all ranks: what communicates."""
+        return {"what communicates behind megatron-core's layers": self._communicates() or "its own"}
+
+    def _communicates(self) -> str | None:
+        """Return what was replaced and communicates, or may: below 0.13 functions know their group by themselves."""
+        return self._originals.replaced_collective() if self.groups_handed_down else self._originals.replaced_function()
+
+    def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Return what compares settings, and what communicates, before ranks communicate."""
+        compare = super().confirm(group)
+
+        def confirm() -> None:
+            compare()
+            self._compared.setdefault(group, self._communicates())
+
+        return confirm if group not in self._compared else compare
+
+    def around(self, layer: Any) -> bool:
+        """Tell whether the original runs inside the collectives of the overlapped layer: a function was replaced."""
+        replaced = self.replaced(layer)
+        if replaced is not None:
+            self.log_replaced(layer, replaced)
+        return replaced is not None
+
+    def left_to_replaced(self, layer: Any) -> str | None:
+        """Return what communicates in place of Megatron-core's own functions, on all ranks alike, or None.
+
+        Raises `DisagreementError` if ranks differ, and `ConflictError` for what has changed since they were compared.
+        """
+        text, group = self._communicates(), self.group_of(layer)
+        if group in self._compared and self._compared[group] != text:
+            own = "all functions are megatron-core's own"
+            raise ConflictError(
+                f"on rank {dist.get_rank()} {text or own} since the ranks were compared, "
+                f"when {self._compared[group] or own}: replace what communicates before the first step, or call "
+                "ascend_parallel.configure() on every rank afterwards"
+            )
+        if text is not None:
+            self.confirm(group)()
+            return f"what it computes was replaced: {text}"
+        return None if self.groups_handed_down else self.replaced(layer)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features of Megatron-core that exclude overlap."""
@@ -151,6 +207,8 @@ class ColumnCall(NamedTuple):
         Whether the features of the output are gathered.
     original
         Runs Megatron-core's own forward on a layer, x and a weight, with the other arguments of this call.
+    around
+        Whether the collectives of the overlapped layer run around the original.
     """
 
     layer: Any
@@ -158,6 +216,7 @@ class ColumnCall(NamedTuple):
     weight: torch.Tensor
     gathers_output: bool
     original: OriginalForward
+    around: bool = False
 
 
 class RowCall(NamedTuple):
@@ -167,12 +226,15 @@ class RowCall(NamedTuple):
         The layer's own, read once: a parametrised weight is recomputed at each read. Or its int8 weight.
     original
         Runs Megatron-core's own forward on a layer and x.
+    around
+        Whether the collectives of the overlapped layer run around the original.
     """
 
     layer: Any
     x: torch.Tensor
     weight: Weight
     original: OriginalForward
+    around: bool = False
 
 
 def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -186,14 +248,17 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         runtime_gather_output: bool | None = None,
     ) -> Output:
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
-        reason = megatron.uncovered(self) or uncovered_column(
-            self, weight, gathers_output=gathers, version=megatron.version
+        reason = (
+            megatron.left_alone(self)
+            or uncovered_column(self, weight, gathers_output=gathers, version=megatron.version)
+            or megatron.left_to_replaced(self)
         )
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
         own = functools.partial(original, runtime_gather_output=runtime_gather_output)
-        call = ColumnCall(self, input_, self.weight if weight is None else weight, gathers, own)
+        used = self.weight if weight is None else weight
+        call = ColumnCall(self, input_, used, gathers, own, megatron.around(self))
         run = functools.partial(_column, megatron, call)
         if (verifier := megatron.verifier) is not None:
             run = functools.partial(_checked_column, megatron, call, verifier)
@@ -209,12 +274,13 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> Output:
-        reason = megatron.uncovered(self)
+        reason = megatron.left_alone(self) or megatron.left_to_replaced(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
         int8 = int8_weight(self)
-        call = RowCall(self, input_, self.weight if int8 is None else int8, original)
+        used = self.weight if int8 is None else int8
+        call = RowCall(self, input_, used, original, megatron.around(self))
         run = functools.partial(_row, megatron, call)
         if (verifier := megatron.verifier) is not None:
             run = functools.partial(_checked_row, megatron, call, verifier)
@@ -231,7 +297,7 @@ def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) ->
     group, settings = megatron.prepare(layer, "column", x, call.weight, reduce_input_grad=_reduces(layer))
     if not settings.enabled:
         return call.original(layer, x, call.weight)
-    if layer.config.defer_embedding_wgrad_compute:
+    if layer.config.defer_embedding_wgrad_compute and not call.around:
         limit = layer.config.wgrad_deferral_limit
         if limit == 0 or len(layer.embedding_activation_buffer) < limit:
             layer.embedding_activation_buffer.append(x)
@@ -245,7 +311,11 @@ def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) ->
         leaves_rows=megatron.leaves_rows,
         parts=parts_of(layer, call.weight, "column"),
     )
-    y = run_column(x, call.weight, None if layer.skip_bias_add else layer.bias, options)
+    if call.around:
+        entered = enter_column(x, call.weight, options)
+        y, _ = call.original(_alone(layer), entered, call.weight, runtime_gather_output=False)
+    else:
+        y = run_column(x, call.weight, None if layer.skip_bias_add else layer.bias, options)
     if call.gathers_output:
         y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
     return y, layer.bias if layer.skip_bias_add else None
@@ -266,13 +336,37 @@ def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Outpu
         y = quantised_row_linear(x, weight, **options)
     else:
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
-        y = run_row(x, weight, ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows))
+        parallel = ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows)
+        if call.around:
+            product, _ = call.original(_alone(layer, bias=None, input_is_parallel=True), whole(x))
+            y = leave_row(product, x, weight, parallel)
+        else:
+            y = run_row(x, weight, parallel)
     bias = layer.bias
     if bias is not None and settings.at_every_degree:
         bias = row_blocks(layer, group).expand(bias, y)
     if layer.skip_bias_add:
         return y, bias
     return (y if bias is None else y + bias), None
+
+
+class _OneRank:
+    """Stands for a group of one rank, with which Megatron-core's functions communicate nothing."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def _alone(layer: Any, **changed: Any) -> AttributeOverlay:
+    """Return an overlay of a layer whose original forward communicates nothing."""
+    parts = {"tp_group": _OneRank(), "sequence_parallel": False, "allreduce_dgrad": False, "disable_grad_reduce": True}
+    config = AttributeOverlay(layer.config, defer_embedding_wgrad_compute=False)
+    return AttributeOverlay(layer, config=config, **parts, **changed)
 
 
 def _checked_column(megatron: Megatron, call: ColumnCall, verifier: Verifier) -> Output:

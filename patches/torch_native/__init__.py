@@ -18,6 +18,7 @@ from ascend_parallel.patches.torch_native.styles import (
     module_input_apply,
     prepare_column_input,
     prepare_module_input,
+    prepare_row_output,
     row_apply,
     sequence_apply,
 )
@@ -75,6 +76,14 @@ def patch_set() -> PatchSet:
             replacement=row_apply,
             parameters=("self", "module", "device_mesh"),
             reason="reduces or scatters under the matmul, and gathers the gradient under the backward's matmul",
+        ),
+        Patch(
+            module=MODULE,
+            owner="RowwiseParallel",
+            method="_prepare_output_fn",
+            replacement=prepare_row_output,
+            parameters=("output_layouts", "use_local_output", "mod", "outputs", "device_mesh"),
+            reason="sums in the row layer's chunks what a forward gives that was put in its place",
         ),
         Patch(
             module=MODULE,

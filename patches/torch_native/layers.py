@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import Installed, InstalledLayers, positive
-from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.dtensor_linear import (
+    INSTALLED,
+    Installed,
+    InstalledLayers,
+    matmul_by,
+    positive,
+    replicated,
+)
+from ascend_parallel.patches.linear_call import LinearCall, entered, layer_around, left, run_linear, too_few_rows
 from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
-# The attribute of an input that a column layer's hook has made of a plain tensor: no other layer reads the DTensor.
-OWN = "_ascend_parallel_own"
+# The attribute of a row layer's partial result that torch is to sum.
+LEFT = "_ascend_parallel_left"
 # Nothing to overlap: the layer itself does not communicate.
 GATHERED = "its input was gathered before it, for all who read it"
 
@@ -34,14 +42,17 @@ class InstalledByStyle(Installed):
 
     output: Any = None
 
-    def uncovered(self, module: Any) -> str | None:
+    def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, or None."""
         if self.mesh.ndim > 1:
             return f"its style has a mesh of {self.mesh.ndim} dimensions"
-        return super().uncovered(module)
+        return super().left_alone(module)
 
-    def uncovered_call(self, x: Any) -> str | None:
-        """Return the reason why a call with the input x runs torch's own forward, or None."""
+    def uncovered_call(self, x: Any, own_input: bool) -> str | None:
+        """Return the reason why a call with the input x runs torch's own forward, or None.
+
+        own_input: whether a column layer's hook has made x of a plain tensor, so that no other layer reads it.
+        """
         if not isinstance(x, DTensor) or x.device_mesh != self.mesh:
             return "it is called with something else than one DTensor on the mesh of its style"
         (placement,) = positive(x.placements, x.ndim)
@@ -53,7 +64,7 @@ class InstalledByStyle(Installed):
         if placement == Replicate():
             framework = self.in_force.framework
             in_tree = framework is not None and framework.settings.at_every_degree
-            return None if in_tree or hasattr(x, OWN) else GATHERED
+            return None if in_tree or own_input else GATHERED
         return None if self._sequence(placement, x) else f"its input is placed as {placement}"
 
     def _sequence(self, placement: Any, x: torch.Tensor) -> bool:
@@ -75,11 +86,15 @@ class InstalledForward:
 
     module, own
         The module, and a forward that had been put on it before; None: its class's, whichever class it has when called.
+    own_input
+        Whether the hook before the next call has made the input of a plain tensor. A mark on the input would be lost
+        where a backward hook, maybe on this rank alone, puts a view in its place.
     """
 
     def __init__(self, module: Any, own: Function | None, installed: InstalledByStyle) -> None:
         """Run `own` where `installed` does not cover a call."""
         self.module, self.own, self.ascend_parallel = module, own, installed
+        self.own_input = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:
         """Return the forward of the module's copy."""
@@ -89,25 +104,88 @@ class InstalledForward:
         """Run the layer, or what its module would run without this forward."""
         module, installed = self.module, self.ascend_parallel
         inner = self.own or type(module).forward.__get__(module)
-        framework = installed.in_force.framework
+        framework, own_input = installed.in_force.framework, self.own_input
+        self.own_input = False
         if framework is None or torch.compiler.is_compiling():
             return inner(*args, **kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
         gather = shared_gather(x)
         if gather is not None:
             x = gather.whole() if gather.changed else gather.x
-        reason = installed.uncovered(module) or installed.sharded_twice(module) or installed.uncovered_call(x)
+        reason = (
+            installed.left_alone(module) or installed.sharded_twice(module) or installed.uncovered_call(x, own_input)
+        )
         if reason is None:
             return _run(framework, module, installed, inner, x, gather)
         if reason != GATHERED:
             framework.log_uncovered(module, reason)
-        return inner(*args, **kwargs)
+        y = inner(*args, **kwargs)
+        if reason != GATHERED and isinstance(y, DTensor):
+            setattr(y, LEFT, True)
+        return y
 
 
 def install(module: Any, installed: InstalledByStyle) -> None:
     """Put the forward on `module`, over its own."""
     installed.in_force.add(module, installed)
     module.forward = InstalledForward(module, vars(module).get("forward"), installed)
+
+
+def installed_by_style(module: Any) -> InstalledByStyle | None:
+    """Return what a style installed on a module, whichever forward it has now, or None."""
+    found = vars(module).get(INSTALLED)
+    return found if isinstance(found, InstalledByStyle) else None
+
+
+def entered_column(module: Any, x: DTensor) -> DTensor | None:
+    """Return the input of a column layer, whole on every rank, for a forward that is not the layer's; None: torch does.
+
+    Its gradient is summed over the ranks. The collectives are those of the layer.
+    """
+    (placement,) = positive(x.placements, x.ndim)
+    dim = sequence_dim(placement, x.ndim)
+    local = DTensor.to_local(x)
+    layer = _around(module, "column", local, dim)
+    return None if layer is None else replicated(entered(local, module.weight.to_local(), layer, dim), x.device_mesh)
+
+
+def summed_row(module: Any, y: DTensor) -> DTensor | None:
+    """Return the sum over ranks of what another forward than the row layer's gives; None: torch has to sum."""
+    installed = installed_by_style(module)
+    assert installed is not None
+    (output,) = positive(installed.output, y.ndim) if isinstance(installed.output, tuple) else (installed.output,)
+    dim = sequence_dim(output, y.ndim)
+    if output != Replicate() and (dim is None or y.shape[dim] % installed.group.size()):
+        return None
+    weight, product = module.weight.to_local(), y.to_local(grad_placements=[Replicate()])
+    x = product.new_empty(1).expand(*product.shape[:-1], weight.shape[1])  # its shape counts
+    if product.requires_grad:
+        x = x.requires_grad_()
+    layer = _around(module, "row", x, dim)
+    if layer is None:
+        return None
+    return DTensor.from_local(left(product, x, weight, layer, dim), y.device_mesh, [output], run_check=False)
+
+
+def _around(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> ParallelLinear | None:
+    """Return the layer whose collectives run around another forward; None: its calls run torch's own collectives."""
+    installed = installed_by_style(module)
+    assert installed is not None and installed.in_force.framework is not None
+    framework, weight = installed.in_force.framework, module.weight.to_local()
+    call = LinearCall(
+        layer=module,
+        kind=kind,
+        x=x,
+        weight=weight,
+        bias=None,
+        parameter=module.weight,
+        original=module.forward,
+        sequence_dim=dim,
+    )
+    if too_few_rows(framework, call):
+        return None
+    framework.log_replaced(module, f"its forward is {full_name(module.forward)}, on top of the layer's or in its place")
+    return layer_around(framework, call)
 
 
 def _run(
@@ -132,6 +210,8 @@ def _run(
         y: torch.Tensor = inner(given_to_torch).redistribute(placements=[given]).to_local()
         return y
 
+    if (replaced := installed.replaced(module)) is not None:
+        framework.log_replaced(module, replaced)
     bias = module.bias
     if bias is not None:  # the bias of a row layer is added to this rank's rows
         partial = [Partial()] if not column and dim is not None and not framework.settings.at_every_degree else None
@@ -146,9 +226,10 @@ def _run(
         original=original,
         sequence_dim=dim,
         x_dtensor=x,
+        own_matmul=None if replaced is None else matmul_by(inner, installed),
     )
     if column and gather is not None:
-        y = gather.run(framework, call)
+        y = gather.run(call)
     else:
         y = original(call.x) if too_few_rows(framework, call) else run_linear(framework, call)
     return DTensor.from_local(y, mesh, [given], run_check=False)

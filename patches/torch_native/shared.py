@@ -1,7 +1,8 @@
 """The gather that the column layers of a module share (PrepareModuleInput).
 
 The module gets a DTensor that is not gathered yet. Its first column layer gathers it, and the others read the rows that
-it has gathered. Whatever else reads the DTensor makes torch gather it, so it is Replicate() to everyone.
+it has gathered. Whatever else reads the DTensor first, maybe on one rank alone, gathers by the same collectives. So
+it is Replicate() to everyone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
+from ascend_parallel.patches.dtensor_linear import replicated
 from ascend_parallel.patches.framework import Framework
-from ascend_parallel.patches.linear_call import LinearCall, torch_linear
+from ascend_parallel.patches.linear_call import LinearCall, entered, torch_linear
 from ascend_parallel.settings import Settings
 
 GATHER = "_ascend_parallel_gather"
@@ -49,42 +51,58 @@ class SharedGather:
         The DTensor as its ranks hold it, cut along the rows.
     """
 
-    def __init__(self, x: DTensor) -> None:
-        """Nothing has been gathered."""
+    def __init__(self, x: DTensor, framework: Framework, first: Any, sequence_dim: int) -> None:
+        """Nothing has been gathered; the column layer `first` decides about the collectives, whoever reads first."""
         self.x = x
-        self._whole: dict[bool, DTensor] = {}
+        self._framework, self._first, self._sequence_dim = framework, first, sequence_dim
+        self._whole: DTensor | None = None
         self._rows: dict[tuple[bool, torch.dtype], tuple[Any, torch.Tensor]] = {}
 
-    def run(self, framework: Framework, call: LinearCall) -> torch.Tensor:
+    def run(self, call: LinearCall) -> torch.Tensor:
         """Return the output of a column layer, [B, S, N / R] or [S, ..., N / R].
 
         Rows that were gathered without gradients, or in autocast's dtype, are for such calls alone. The layer that
-        gathered does so again when it is called again: recompute then saves what the forward has saved.
+        came first gathers again when it is called again: recompute then saves what the forward has saved.
         """
-        key = (torch.is_grad_enabled(), operand_dtype(call.x))
+        key = (torch.is_grad_enabled() and self.x.requires_grad, operand_dtype(call.x))
         first, rows = self._rows.get(key, (None, None))
-        if rows is not None and first is not call.layer:
-            return _reading(framework, call, rows)
-        group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
-        if settings.enabled:
-            y, rows = _gathering(framework, call, group, settings)
-        else:  # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
-            rows = self.x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            y = _reading(framework, call, rows)
-        self._rows[key] = (call.layer, rows)
-        return y
+        y = None
+        if rows is None or first is call.layer:
+            y, rows = self._gathered(call)
+        self._rows[key] = (first or call.layer, rows)
+        return _reading(self._framework, call, rows) if y is None else y
+
+    def _gathered(self, call: LinearCall | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the output of the call, if the gather runs under its matmul, and the gathered rows."""
+        framework, first = self._framework, self._first
+        weight, x = first.weight.to_local(), DTensor.to_local(self.x)
+        group, settings = framework.prepare(first, "column", x, weight, sequence_parallel=True)
+        if not settings.enabled:
+            # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
+            whole = self.x.redistribute(placements=[Replicate()])
+            return None, whole.to_local(grad_placements=[Partial()])
+        if call is not None and call.layer is first and call.own_matmul is None:
+            return _gathering(framework, call, group, settings)
+        layer = ParallelLinear(
+            group=group, settings=settings, sequence_parallel=True, before_communicating=framework.confirm(group)
+        )
+        return None, entered(x, weight.detach(), layer, self._sequence_dim)
 
     def whole(self) -> DTensor:
-        """Return the DTensor that torch gathers."""
-        graded = torch.is_grad_enabled()
-        if graded not in self._whole:
-            self._whole[graded] = self.x.redistribute(placements=[Replicate()])
-        return self._whole[graded]
+        """Return the gathered DTensor, for other readers than the layers."""
+        if self._whole is None:
+            key = (self.x.requires_grad, self.x.dtype)
+            if key not in self._rows:
+                with torch.set_grad_enabled(self.x.requires_grad):
+                    self._rows[key] = (None, self._gathered(None)[1])
+            with torch.set_grad_enabled(self.x.requires_grad):
+                self._whole = replicated(self._rows[key][1], self.x.device_mesh)
+        return self._whole
 
     @property
     def changed(self) -> bool:
         """Whether an operator has changed the gathered DTensor in place."""
-        return any(gathered._version for gathered in self._whole.values())
+        return self._whole is not None and self._whole._version > 0
 
 
 class SharedInput(DTensor):
@@ -142,11 +160,11 @@ class SharedInput(DTensor):
         return vars(self)[GATHER].whole().full_tensor(**options)
 
 
-def share(x: DTensor) -> DTensor:
-    """Return x, which is cut along the rows, as a DTensor whose rows its first reader is to gather."""
-    shared: Any = x.view_as(x)
+def share(gather: SharedGather) -> DTensor:
+    """Return a DTensor whose rows its first reader is to gather."""
+    shared: Any = gather.x.view_as(gather.x)
     shared.__class__ = SharedInput
-    vars(shared)[GATHER] = SharedGather(x)
+    vars(shared)[GATHER] = gather
     assert isinstance(shared, SharedInput)
     return shared
 
@@ -158,6 +176,8 @@ def shared_gather(x: Any) -> SharedGather | None:
 
 def _reading(framework: Framework, call: LinearCall, rows: torch.Tensor) -> torch.Tensor:
     """Return the output of a layer from gathered rows; the rows' gradient is this rank's part of the sum."""
+    if call.own_matmul is not None:
+        return call.own_matmul(rows)
     return column_linear(
         rows,
         call.weight,

@@ -10,14 +10,23 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers
 from ascend_parallel.patches.norms import install_norm, run_norm
-from ascend_parallel.patches.torch_native.layers import OWN, InstalledByStyle, InstalledForward, install, sequence_dim
-from ascend_parallel.patches.torch_native.shared import share, shared_gather
+from ascend_parallel.patches.torch_native.layers import (
+    LEFT,
+    InstalledByStyle,
+    InstalledForward,
+    entered_column,
+    install,
+    installed_by_style,
+    sequence_dim,
+    summed_row,
+)
+from ascend_parallel.patches.torch_native.shared import SharedGather, share, shared_gather
 
 IN_FORCE = InForce()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
@@ -94,28 +103,57 @@ def prepare_column_input(original: Function) -> Function:
     """Make the function that replaces ``ColwiseParallel._prepare_input_fn``.
 
     torch redistributes the input to Replicate() here. For a layer that is covered the input becomes a DTensor of its
-    own layout, and the layer gathers.
+    own layout, and the layer gathers. A forward on top of the layer's, maybe on this rank alone, reads what torch gives
+    it: then the collectives that the layer has run around it.
     """
 
     @functools.wraps(original)
     def prepare(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
-        forward, x = vars(mod).get("forward"), inputs[0]
-        ours = isinstance(forward, InstalledForward)  # a forward on top may read what torch gives it
-        if not ours or forward.ascend_parallel.uncovered(mod) is not None or len(inputs) > 1:
-            return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        installed, x = installed_by_style(mod), inputs[0]
+        own = functools.partial(original, input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        if installed is None or installed.left_alone(mod) is not None or len(inputs) > 1:
+            return own()
         if shared_gather(x) is not None:
             return x
         if not isinstance(x, DTensor):
             (layout,) = input_layouts
             if layout != Replicate() and sequence_dim(layout, x.ndim) is None:
-                return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
-            setattr(x, OWN, True)
+                return own()
+            x, own_input = DTensor.from_local(x, device_mesh, input_layouts, run_check=False), True
+        elif (
+            input_layouts == desired_input_layouts
+            or x.device_mesh != device_mesh
+            or sequence_dim(x.placements[0], x.ndim) is None
+        ):
+            return own()
+        else:
+            own_input = False
+        forward = vars(mod).get("forward")
+        if isinstance(forward, InstalledForward):
+            forward.own_input = own_input
             return x
-        gathers = input_layouts != desired_input_layouts and x.device_mesh == device_mesh
-        if gathers and sequence_dim(x.placements[0], x.ndim) is not None:
-            return x
-        return original(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        uncovered = installed.sharded_twice(mod) or installed.uncovered_call(x, own_input)
+        around = None if uncovered else entered_column(mod, x)
+        return own() if around is None else around
+
+    return prepare
+
+
+def prepare_row_output(original: Function) -> Function:
+    """Make the function that replaces ``RowwiseParallel._prepare_output_fn``.
+
+    torch sums over ranks here. A covered layer has done so, unless a forward was put in its place, maybe on this rank
+    alone: then the collectives that the layer would have run sum its result.
+    """
+
+    @functools.wraps(original)
+    def prepare(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        installed = installed_by_style(mod)
+        partial = isinstance(outputs, DTensor) and outputs.placements == (Partial(),) and not hasattr(outputs, LEFT)
+        if installed is not None and partial and not (installed.left_alone(mod) or installed.sharded_twice(mod)):
+            summed = summed_row(mod, outputs)
+            outputs = outputs if summed is None else summed
+        return original(output_layouts, use_local_output, mod, outputs, device_mesh)
 
     return prepare
 
@@ -148,32 +186,38 @@ def prepare_module_input(original: Function) -> Function:
         kept = desired_layout == Replicate() and not self.use_local_output
         if kept and shared_gather(input) is not None and input.device_mesh == mesh:
             return input  # a module around this one shares it
-        if framework is None or not (gathers and kept) or not _shares(framework, self, input, mesh, input_layout):
+        if framework is None or not (gathers and kept):
             return original(self, input, mesh, input_layout, desired_layout)
-        x = input if isinstance(input, DTensor) else DTensor.from_local(input, mesh, (input_layout,), run_check=False)
-        return share(x)
+        gather = _shared(framework, self, input, mesh, input_layout)
+        if gather is None:
+            return original(self, input, mesh, input_layout, desired_layout)
+        module = vars(self)[CALLED]()
+        # Hooks get the whole gradient of the input, and compiled functions take torch's DTensor.
+        reads = _has_backward_hooks(module) or any(map(_runs_compiled, module.modules()))
+        return gather.whole() if reads else share(gather)
 
     return prepare
 
 
-def _shares(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> bool:
-    """Tell whether the column layers of the module that is being called can gather x for each other."""
+def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> SharedGather | None:
+    """Return the gather of x by the column layers of the module that is being called; None: torch gathers."""
     if framework.settings.at_every_degree:
-        return False
+        return None
     if torch.compiler.is_compiling() or framework.verifier is not None or framework.settings.fused or mesh.ndim > 1:
-        return False
+        return None
     if isinstance(x, DTensor):
         if x.device_mesh != mesh:
-            return False
+            return None
         (layout,) = x.placements
     dim = sequence_dim(layout, x.ndim)
-    of_all_ranks = isinstance(x, DTensor)
-    if dim is None or (of_all_ranks and x.shape[dim] % mesh.size()):
-        return False
+    if dim is None or (isinstance(x, DTensor) and x.shape[dim] % mesh.size()):
+        return None
     module = vars(style)[CALLED]() if CALLED in vars(style) else None
-    if module is None or _has_backward_hooks(module) or any(map(_runs_compiled, module.modules())):
-        return False
-    return _columns_covered(module)
+    columns = [] if module is None else _columns_of(module)
+    if not columns or any(found.left_alone(each) or found.sharded_twice(each) for each, found in columns):
+        return None
+    whole_x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (layout,), run_check=False)
+    return SharedGather(whole_x, framework, columns[0][0], dim)
 
 
 def _runs_compiled(module: Any) -> bool:
@@ -189,14 +233,10 @@ def _has_backward_hooks(module: Any) -> bool:
     return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
 
 
-def _columns_covered(module: Any) -> bool:
-    """Tell whether a module has column layers, and all of them are covered."""
-    forwards = (vars(each).get("forward") for each in module.modules())
-    ours = [forward for forward in forwards if isinstance(forward, InstalledForward)]
-    columns = [(each.module, each.ascend_parallel) for each in ours if each.ascend_parallel.kind == "column"]
-    return bool(columns) and all(
-        (found.uncovered(each) or found.sharded_twice(each)) is None for each, found in columns
-    )
+def _columns_of(module: Any) -> list[tuple[Any, InstalledByStyle]]:
+    """Return the column layers of a module, each with what a style installed on it."""
+    installed = ((each, installed_by_style(each)) for each in module.modules())
+    return [(each, found) for each, found in installed if found is not None and found.kind == "column"]
 
 
 def _same_style(style: Any, name: str) -> str | None:

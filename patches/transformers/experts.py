@@ -24,7 +24,7 @@ from ascend_parallel.ops.multiply import ALIGNMENT
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.experts import LocalExperts, run_experts
+from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
@@ -195,10 +195,11 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
 
     local = LocalExperts(run=run, weights=[call.module._parameters[name] for name in names])
 
-    def trial(tried: Settings) -> None:
+    def trial(tried: Settings | None) -> None:
         _pass_on_copies(sent, counts, local, group, tried)
 
-    settings = framework.expert_groups.settings_for(problem, group, trial, sent.device)
+    in_turn = functools.partial(trial, None)
+    settings = framework.expert_groups.settings_for(problem, group, trial, in_turn, sent.device)
     if not settings.enabled:
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     made, _ = run_experts(sent, counts, local, group=group, settings=settings)
@@ -209,14 +210,18 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
 
 
 def _pass_on_copies(
-    sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings
+    sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings | None
 ) -> None:
-    """Run a forward and backward that leave no trace in the run's graph, gradients or random states."""
+    """Run a forward and backward that leave no trace in the run's graph, gradients or random states; None: in turn."""
     with without_trace(sent.device):
-        copies = [x.detach().requires_grad_(x.requires_grad) for x in local.weights]
+        copies = replace(local, weights=[x.detach().requires_grad_(x.requires_grad) for x in local.weights])
         rows = sent.detach().requires_grad_()
-        made, _ = run_experts(rows, counts, replace(local, weights=copies), group=group, settings=settings)
-        torch.autograd.grad(made, [rows], torch.ones_like(made))
+        if settings is None:
+            made = experts_in_turn(rows, counts, copies, group=group)
+        else:
+            made, _ = run_experts(rows, counts, copies, group=group, settings=settings)
+        wanted = [rows, *(x for x in copies.weights if x.requires_grad)]
+        torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
 
 
 def _own_rows(x: torch.Tensor, tp_mesh: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers
+from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers, is_linear, matmul_by
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.patches.norms import install_norm, run_norm
 
@@ -43,11 +43,11 @@ class InstalledByPlan(Installed):
     gathers: bool = False
     splits: bool = False
 
-    def uncovered(self, module: Any) -> str | None:
+    def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, or None."""
         if getattr(module, "_hf_quantized_needs_local_tp", False):
             return "it is quantised"
-        return super().uncovered(module)
+        return super().left_alone(module)
 
 
 def install_forward(original: Function) -> Function:
@@ -55,18 +55,19 @@ def install_forward(original: Function) -> Function:
 
     @functools.wraps(original)
     def install(self: Any, module: Any, mesh: Any) -> Any:
+        below = module.forward
         returned = original(self, module, mesh)
         if (name := type(self).__name__) not in IN_TREE:
             IN_FORCE.without_tree[module] = f"sums over ranks, or packed weights, of the style {name} have no tree"
         if not hasattr(module, "in_features") or "forward" not in vars(module):
             return returned
-        inner, installed = module.forward, _installed(self, mesh)
+        inner, installed = module.forward, _installed(self, module, mesh)
         IN_FORCE.add(module, installed)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if IN_FORCE.framework is None or torch.compiler.is_compiling():
                 return inner(*args, **kwargs)
-            return _run(IN_FORCE.framework, module, installed, inner, args, kwargs)
+            return _run(IN_FORCE.framework, module, installed, (inner, below), args, kwargs)
 
         forward.ascend_parallel = installed  # type: ignore[attr-defined]
         module.forward = forward
@@ -102,7 +103,7 @@ def _head_norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwa
     return run_norm(module, own, x, dict(module.named_parameters()), blocks)
 
 
-def _installed(style: Any, mesh: Any) -> InstalledByPlan:
+def _installed(style: Any, module: Any, mesh: Any) -> InstalledByPlan:
     """Return what `style` installs: exactly one of the two plain styles, with features that are whole or cut."""
     kind, reason = type(style), None
     name = kind.__name__
@@ -112,6 +113,8 @@ def _installed(style: Any, mesh: Any) -> InstalledByPlan:
     uncut = given if column else made
     if uncut != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
         reason = f"its style {name} makes {made} of {given} in its forward"
+    if reason is None and not is_linear(type(module)):
+        reason = "it is no torch.nn.Linear, but a class of its own"
     return InstalledByPlan(
         in_force=IN_FORCE,
         kind=KINDS[name],
@@ -126,17 +129,21 @@ def _run(
     framework: InstalledLayers,
     module: Any,
     installed: InstalledByPlan,
-    inner: Function,
+    forwards: tuple[Function, Function],
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    reason = installed.uncovered(module) or installed.sharded_twice(module)
+    """Run a call; `forwards`: transformers' own, which communicates, and the one below it."""
+    inner, below = forwards
+    reason = installed.left_alone(module) or installed.sharded_twice(module)
     x = args[0] if len(args) == 1 and not kwargs else None
     if reason is None and (not isinstance(x, torch.Tensor) or isinstance(x, DTensor)):
         reason = "it is called with something else than one plain tensor"
     if reason is not None or not isinstance(x, torch.Tensor):
         framework.log_uncovered(module, reason or "")
         return inner(*args, **kwargs)
+    if (replaced := installed.replaced(module)) is not None:
+        framework.log_replaced(module, replaced)
     call = LinearCall(
         layer=module,
         kind=installed.kind or "",
@@ -146,6 +153,7 @@ def _run(
         parameter=module.weight,
         original=inner if not installed.splits else lambda part: inner(_placed(part, installed, Shard(-1))),
         finish=(lambda y: _moved(y, installed, Shard(-1), Replicate())) if installed.gathers else None,
+        own_matmul=None if replaced is None else matmul_by(below, installed),
     )
     return inner(x) if too_few_rows(framework, call) else run_linear(framework, call)
 

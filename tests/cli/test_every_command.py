@@ -202,7 +202,7 @@ def test_a_missing_file_or_folder_is_named(words, name, folder):
     refused(result, f"{words[0]}: ", missing.parent)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -234,6 +234,7 @@ def test_a_process_refuses_in_a_line_too(words, parts, tmp_path):
         assert part in line, line
 
 
+@pytest.mark.slow
 def test_verify_prints_an_object_as_its_last_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")

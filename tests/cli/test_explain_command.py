@@ -101,7 +101,7 @@ def test_lists_and_sources_have_json_too(run):
     assert found["numbers"]["network.bandwidth"]["value"] > 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "status"), [(["run", "--help"], 0), (["verify", "-h"], 0), (["run"], 2)])
 def test_run_and_verify_have_the_help_of_the_other_commands(words, status):
     environment = {name: value for name, value in os.environ.items() if "COC" not in name}

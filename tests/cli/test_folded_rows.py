@@ -114,6 +114,7 @@ def test_a_plan_folds_its_layers_and_the_rows_are_those_of_the_full_text(plan):
     assert path_matches("layers.3.mlp.up", "layers.0-5.mlp.up")  # such a label is a pattern of strategies
 
 
+@pytest.mark.slow
 def test_the_command_has_full_and_its_json_has_every_row(plan):
     file, plan = plan
     words = ["propagate", f"{file}:deep", "--mesh", "mp=2"]

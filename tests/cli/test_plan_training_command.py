@@ -71,7 +71,7 @@ def on_one_card():
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("share", [1.0, 1.2, 1.5, 100.0])
+@pytest.mark.parametrize("share", [1.0, 100.0])
 def test_the_strategy_that_it_writes_trains_as_one_card_does(ranks, tmp_path, least, share):
     found = plan(least * share, "--out", "best.toml")
     assert found.exit_code == 0, found.output
@@ -107,18 +107,17 @@ def test_each_of_the_best_is_a_strategy_that_trains(ranks, tmp_path):
 KINDS = [
     *({"pp": 2, "dp": 2, "schedule": schedule, "virtual_stages": several} for schedule, several in SCHEDULES),
     *({"pp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
-    *({"dp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
     *({"dp": 2, "tp": 2, "zero_stage": stage} for stage in ZERO_STAGES),
     *({"dp": 4, "zero_stage": stage, "recompute": "layers"} for stage in ZERO_STAGES),
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))
     layers = ("layers.*",)
-    assert degrees in choices((degrees.dp, degrees.tp, degrees.pp), 2, degrees.micro_batches, layers, 8)
+    assert degrees in choices((degrees.dp, degrees.ep, degrees.tp, degrees.pp), 2, degrees.micro_batches, layers, 8)
     path = tmp_path / "kind.toml"
     path.write_text(toml(degrees.tables(layers, "cpu-gloo", None)))
     for losses in ranks(4).run(trained, str(path)):
@@ -148,6 +147,7 @@ def test_it_says_the_ten_best_and_why_the_others_lose():
     assert Path("planned-4.toml").read_text().startswith(HEADER)
 
 
+@pytest.mark.slow
 def test_json_has_the_parts_of_time_and_memory():
     found = json.loads(plan("1GB", "--json").stdout)
     for each in found["best"]:
@@ -195,6 +195,23 @@ def test_errors_are_a_line(options, message):
     assert found.stderr.count("\n") == 1
     assert Path("mine.toml").read_text() == "mode = 'auto'\n"
     assert not list(Path.cwd().glob("*-4.toml"))
+
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+MIXTRAL |= {"num_attention_heads": 4, "vocab_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_a_config_json_with_experts_is_planned_with_the_degree_that_is_given():
+    Path("small.json").write_text(json.dumps(MIXTRAL))
+    words = ["--model", "small.json", "--ranks", 4, "--memory", "1GB", "--batch", 8, "--seq", 32]
+    found = tell(*words, "--ep", 2, "--hardware", "cpu-gloo")
+    assert found.exit_code == 0, found.output
+    assert "  ep  tp  " in found.stdout and "wrote small-4.toml" in found.stdout
+    strategy = Strategy.from_toml("small-4.toml")
+    assert (strategy.mesh["ep"], strategy.expert_dim, strategy.ranks) == (2, "ep", 4)
+    refused = tell(*words, "--ep", 3)
+    assert refused.exit_code == 2
+    assert "ep=3: 4 ranks, and layers with 4 experts (mixture_of_experts); give one of 1, 2, 4" in refused.stderr
 
 
 def test_ranks_below_1_are_refused():

@@ -22,6 +22,12 @@ from ascend_parallel.training.checkpoint import save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = f"{EXAMPLES}/sharding/llama.py:small"
+MLP = """import torch
+
+def mlp():
+    layers = torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256)
+    return torch.nn.Sequential(*layers), (torch.zeros(64, 256),)
+"""
 
 
 class Terminal(io.StringIO):
@@ -37,12 +43,11 @@ TRAINED = ("--model", "llama2-7b", "--ranks", "8", "--memory", "64GB", "--batch"
 LONG = [
     (("doctor",), "examining"),
     (("propagate", MODEL, "--mesh", "mp=2", "--brief"), "tracing"),
-    (("propagate", MODEL, "--mesh", "mp=2", "--advise"), "propagation "),
+    (("propagate", "{folder}/model.py:mlp", "--mesh", "mp=2", "--advise"), "propagation "),
     (("strategy", f"{EXAMPLES}/strategy/train.py:planned", "--config", f"{EXAMPLES}/strategy/gpt.toml"), "planning"),
     (("plan-training", *TRAINED, "--out", "{folder}/strategy.toml"), "tracing"),
     (("predict", "--model", "llama2-7b"), "predicting"),
     (("bench", *TIMED), "starting the ranks"),
-    (("tune", *TIMED, "--out", "{folder}/plan.json"), "starting the ranks"),
     (("timeline", "{folder}/spans", "--no-png"), "merging"),
     (("checkpoint", "show", "{folder}/saved"), "comparing checksums"),
     (("checkpoint", "convert", "{folder}/saved", "{folder}/whole.pt", "--to", "torch"), "converting"),
@@ -52,7 +57,8 @@ LONG = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """A temporary folder with a timeline and a checkpoint."""
+    """A temporary folder with a model, a timeline and a checkpoint."""
+    (tmp_path / "model.py").write_text(MLP)
     (tmp_path / "spans").mkdir()
     for rank in range(2):
         write(tmp_path / "spans", *made(rank, steps=3))
@@ -61,7 +67,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-SLOW = ("doctor", "predict", "bench", "plan-training", "strategy", "tune", "--advise")
+SLOW = ("doctor", "predict", "bench", "plan-training", "strategy", "--advise")
 CASES = [
     pytest.param(words, expected, id=" ".join(words[:1] + words[-1:]).replace("{folder}/", ""), marks=marks)
     for words, expected in LONG
@@ -86,7 +92,7 @@ def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expecte
     assert isinstance(json.loads(silent.stdout), dict)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_real_terminal_gets_progress_unless_json_is_asked_for(more):
     """A process with a pseudo-terminal as its output: the line is shown, and erased at the end."""
@@ -118,6 +124,7 @@ def terminal_text(terminal):
     return found.decode()
 
 
+@pytest.mark.slow
 def test_advice_has_json_too():
     words = ["propagate", MODEL, "--mesh", "mp=2", "--advise", "--json"]
     found = json.loads(CliRunner().invoke(app, words).stdout)

@@ -55,6 +55,7 @@ def launched(tmp_path, *words, ranks=2):
     return json.loads(values), page, done.stderr
 
 
+@pytest.mark.slow
 def test_links_and_operators_under_torchrun_and_no_name_in_the_files(tmp_path):
     report, page, progress = launched(tmp_path, "--only", "versions,links,operators")
     assert (report["ranks"], report["device"], report["quick"]) == (2, "cpu", True)
@@ -89,6 +90,7 @@ def test_every_section_at_small_sizes(ranks, tmp_path):
         assert all(seconds > 0 for seconds in row["predicted"].values())
 
 
+@pytest.mark.sample("hangs-6-not done within 6 s")
 @pytest.mark.parametrize(
     ("measure", "limit", "said"), [(fails, 120, "rank 1 ended with status 1"), (hangs, 6, "not done within 6 s")]
 )
@@ -130,6 +132,7 @@ def test_what_ranks_print_is_part_of_an_error():
     assert all(value in FAILING for value in PLANTED)
 
 
+@pytest.mark.slow
 def test_several_machines_are_refused(monkeypatch, tmp_path):
     environment = {**os.environ, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "8"}
     command = [sys.executable, "-m", "ascend_parallel", "report", "--out", str(tmp_path)]

@@ -57,6 +57,7 @@ def test_beside_a_serial_run_it_says_where_overlap_lost(folder, tmp_path):
     assert len(told["notes"]) == 1
 
 
+@pytest.mark.slow
 def test_the_picture(folder):
     pytest.importorskip("matplotlib")
     code, _, _ = run(folder, "--png")

@@ -14,20 +14,20 @@ def python(code, *words):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_patches_of_megatron_need_no_scipy():
     ended = python("import ascend_parallel.patches.megatron.seam")
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("strategy", "llama2-7b", "--config", "x.toml"),
-        pytest.param(("propagate", "x.py:y", "--mesh", "dp=2"), marks=pytest.mark.slow),
-        pytest.param(
-            ("plan-training", "--model", "llama2-7b", "--ranks", "8", "--memory", "9GB"), marks=pytest.mark.slow
-        ),
-        pytest.param(("checkpoint", "show", "x"), marks=pytest.mark.slow),
+        ("propagate", "x.py:y", "--mesh", "dp=2"),
+        ("plan-training", "--model", "llama2-7b", "--ranks", "8", "--memory", "9GB"),
+        ("checkpoint", "show", "x"),
     ],
 )
 def test_a_command_that_needs_it_says_so_in_a_line(words):

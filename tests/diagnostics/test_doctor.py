@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from environments import call, environment
+from typer.testing import CliRunner
 
 from ascend_parallel import Settings
+from ascend_parallel.cli.app import app
 from ascend_parallel.diagnostics.doctor import trial
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
@@ -46,7 +48,7 @@ def test_a_misspelt_variable_is_bad_and_said_in_words():
     assert "1 thing to fix: variables" in ended.stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".post8", "rc1"])
 @pytest.mark.parametrize("matches", [True, False])
 def test_a_torch_npu_of_another_torch_is_bad(tmp_path, suffix, matches):
@@ -138,11 +140,12 @@ def test_overlap_is_on_only_where_something_is_overlapped(settings, words):
 
 
 def test_one_rank_is_refused():
-    ended = doctor("--group", "1")
-    assert ended.returncode == 2
+    ended = CliRunner().invoke(app, ["doctor", "--group", "1"])
+    assert ended.exit_code == 2
     assert "2 or more" in ended.stderr
 
 
+@pytest.mark.slow
 def test_other_ranks_are_silent():
     ended = doctor("--json", RANK="1")
     assert (ended.returncode, ended.stdout) == (0, "")
@@ -192,6 +195,7 @@ def test_ranks_use_the_package_of_the_doctor_and_another_in_the_current_folder_i
     assert report["healthy"] and "right" in tried, report
 
 
+@pytest.mark.slow
 def test_a_package_that_only_the_current_folder_imports_is_bad(tmp_path):
     (tmp_path / "ascend_parallel").symlink_to(Path(trial.__file__).parents[2])
     checkout = doctor("--json", cwd=tmp_path)

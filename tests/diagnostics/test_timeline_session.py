@@ -154,6 +154,7 @@ def test_the_variable_alone_writes_at_exit_and_rank_0_says_so(tmp_path):
         assert header["clocks"][0]["error"] < 1e9
 
 
+@pytest.mark.slow
 def test_a_run_without_layers_says_that_nothing_was_recorded(tmp_path):
     said, others = start(tmp_path, "idle")
     assert len(said) == 1

@@ -239,6 +239,7 @@ def test_the_command_fails_with_the_layer_that_is_wrong(tmp_path):
         assert "trained" not in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"COC_VERIFY": "3"}, pytest.param({}, marks=pytest.mark.stress)])
 def test_the_command_fails_where_nothing_was_checked(tmp_path, variables):
     (result,) = verified(tmp_path, [], ranks=1, variables=variables)
@@ -262,6 +263,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, variables, m
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_command_line():
     code = "import ascend_parallel.__main__, sys; assert not {'typer', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -81,6 +81,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
+@pytest.mark.slow
 def test_the_demo_runs_with_what_make_demo_installs(tmp_path):
     """Its comparison is imported and predicts, its training takes a step, where every other package is missing."""
     (extra,) = re.findall(r'--editable "\.\[(\w+)\]"', (ROOT / "Makefile").read_text())

@@ -103,7 +103,7 @@ def test_the_site_is_built_strictly_with_all_names(tree):
     assert "matmul_reduce_scatter" in index
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @NEEDS_MKDOCS
 @pytest.mark.parametrize(
     ("page", "text", "said"),

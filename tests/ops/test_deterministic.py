@@ -78,7 +78,7 @@ def bits(group, variants, dtype, shapes=SMALL):
     return all(right), distinct
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("2-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_bits_are_those_of_tiles_summed_in_rank_order(ranks, count, dtype):
@@ -86,7 +86,7 @@ def test_bits_are_those_of_tiles_summed_in_rank_order(ranks, count, dtype):
     assert ranks(count).run(bits, variants, dtype) == [(True, 1)] * count
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 3])
 def test_sizes_of_real_layers(ranks, count, dtype):
@@ -95,7 +95,7 @@ def test_sizes_of_real_layers(ranks, count, dtype):
     assert ranks(count).run(bits, variants, dtype, shapes) == [(True, 1)] * count
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("3")
 @pytest.mark.skipif(bool(NO_EXTENSION), reason=NO_EXTENSION)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_shared_memory_and_chunks_give_the_same_bits(ranks, count):
@@ -210,7 +210,7 @@ def every_path(group, dtype):
             check_column(group, rows, dtype, settings, True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("4-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_path_matches_the_truth(ranks, count, dtype):
@@ -230,7 +230,7 @@ def off_gloo(group):
         collectives.on_gloo = kept
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("count", [3, 4])
 def test_backends_that_are_not_gloo(ranks, count):
     assert ranks(count).run(off_gloo) == [(True, 1)] * count

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from pairwise import pairwise
 from test_operators import SHAPES, layouts, operands, truth_all_gather, truth_all_reduce, truth_reduce_scatter
 from tolerances import LIMIT, close
 
@@ -21,9 +22,10 @@ SETTINGS = {
     "shm": [Settings(fused=True), Settings(fused=True, deterministic=True)],
 }
 NO_EXTENSION = shm.extension() if isinstance(shm.extension(), str) else ""
-KINDS = [
-    pytest.param(name, marks=pytest.mark.skipif(name == "shm" and bool(NO_EXTENSION), reason=NO_EXTENSION))
-    for name in SETTINGS
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MATRIX = [
+    pytest.param(*case, marks=pytest.mark.skipif("shm" in case and bool(NO_EXTENSION), reason=NO_EXTENSION))
+    for case in pairwise(SETTINGS, [2, 3, 4], DTYPES)
 ]
 
 
@@ -79,11 +81,11 @@ def strides(group, settings, dtype):
         close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("name", KINDS)
-def test_the_matrix(ranks, count, dtype, name):
+@pytest.mark.sample(
+    "reference-2-torch.float32", "chunked-3-torch.float16", "ordered-4-torch.bfloat16", "shm-2-torch.float32"
+)
+@pytest.mark.parametrize(("name", "count", "dtype"), MATRIX, ids=str)
+def test_the_matrix(ranks, name, count, dtype):
     for taken, worst in ranks(count).run(matrix, name, dtype):
         assert name in taken or (name == "ordered" and count == 2)  # sums of two ranks have only one order
         assert worst <= LIMIT[dtype]

@@ -236,6 +236,7 @@ def test_rank_order_and_row_tiles_leave_nothing_to_the_fused_operators():
     assert "its matmul is not in row tiles, which COC_DETERMINISTIC=1 requires" in chosen[ALL_GATHER].reason
 
 
+@pytest.mark.slow
 def test_torch_npu_is_imported_only_when_something_is_called():
     code = "import sys, ascend_parallel.ops.npu as npu; sys.exit('torch_npu' in sys.modules)"
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -120,6 +120,7 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
     assert ranks(count).run(gathered_bits) == [[True] * 4] * count
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("count", [2, 3])
 @on_ranks()
 def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):

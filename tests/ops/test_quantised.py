@@ -8,6 +8,7 @@ from allocations import peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, GRAINS, N, bound, exact, operands, outliers, steps
+from pairwise import pairwise
 from pool import on_ranks
 from test_deterministic import rank_order_sum, tiled
 from tolerances import LIMIT, close
@@ -112,10 +113,8 @@ def test_scales_that_do_not_fit_are_refused(changed, message):
         QuantisedWeight(**{"values": torch.zeros(64, 8, dtype=torch.int8), "scale": torch.ones(8), **changed})
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grain", GRAINS)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.sample("3-tensor-torch.bfloat16")
+@pytest.mark.parametrize(("count", "grain", "dtype"), pairwise([2, 3, 4], GRAINS, DTYPES), ids=str)
 @on_ranks()
 def test_the_error_is_what_the_grain_implies(group, grain, dtype):
     rank = group.rank()

@@ -85,7 +85,7 @@ def drawn(group, rows, grain, dtype, offset=False):
     return x, w, [a.values.double() * a.scale.double() for a in x], [exact(b) for b in w]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @on_ranks()

@@ -31,6 +31,7 @@ def every_path(group, dtype):
     return COUNTS.as_dict()
 
 
+@pytest.mark.sample("4-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_path_matches_the_truth(ranks, count, dtype):
@@ -65,6 +66,7 @@ def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype
     assert halves == [shm.FIRST_BYTES] * count  # pieces: no result was in a stage as a whole
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("count", [2, 3])
 @on_ranks()
 def test_a_rank_may_have_threads(group):
@@ -141,6 +143,7 @@ def mixed(group, rounds, seed):
         check_call(group, draw.choice(OPERATORS), draw.choice(DTYPES), shape, number)
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("count", [2, 4])
 def test_calls_in_quick_succession(ranks, count):
     ranks(count).run(mixed, 150, 5)
@@ -172,7 +175,7 @@ def bits_of_many(group):
         check_call(group, operator, dtype, (group.size() * 48, 16, 160), seed)  # and in parts
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [12, 16])
 def test_many_ranks_have_the_bits_of_matmuls_in_rank_order(ranks, count):
     ranks(count).run(bits_of_many)

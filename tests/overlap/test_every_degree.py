@@ -1,10 +1,9 @@
 """COC_DETERMINISTIC=tp: the same bits of y, dX, dW and db at every tensor-parallel degree, whatever the chunks."""
 
-import hashlib
-
 import pytest
 import torch
 import torch.distributed as dist
+from every_degree import at_degrees, digest
 
 from ascend_parallel import DegreeError, Settings, column_linear, row_linear
 from ascend_parallel.ops import Problem, choose
@@ -16,10 +15,6 @@ ROWS = (1, 2, 4, 33, 512)
 
 def drawn(shape, dtype, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def digest(tensor):
-    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def gathered(tensor, dim, group):
@@ -73,16 +68,7 @@ def of_all(group, cases):
     return [pair(group, *case) for case in cases]
 
 
-def at_degrees(ranks, cases, degrees=(1, 2, 4)):
-    """The digests of each case at each degree; every rank has the same."""
-    found = []
-    for degree in degrees:
-        first, *others = ranks(degree).run(of_all, cases)
-        assert all(other == first for other in others)
-        found.append(first)
-    return found
-
-
+@pytest.mark.sample("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_of_one_rank(ranks, dtype):
     """Also with chunks, and with sequence parallelism where the rows can be shared."""
@@ -91,7 +77,7 @@ def test_bits_are_those_of_one_rank(ranks, dtype):
     cases += [(512, shape, dtype, Settings(deterministic="tp", num_chunks=chunks)) for chunks in (3, 8)]
     cases += [(512, shape, dtype, Settings(deterministic="tp", num_chunks=chunks), True) for chunks in (1, 4)]
     cases += [(rows, shape, dtype, Settings(deterministic="tp", num_chunks=2), True) for rows in (8, 72)]
-    one, *others = at_degrees(ranks, cases)
+    one, *others = at_degrees(ranks, of_all, cases)
     for degree in others:
         assert degree == one
     assert len({frozenset(case.items()) for case in one[4:9]}) == 1  # 512 rows: chunks and rows change nothing
@@ -112,15 +98,16 @@ def off_gloo(group, case):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_backends_that_are_not_gloo_have_the_same_bits(ranks, sequence_parallel):
     case = (64, (128, 256), torch.bfloat16, Settings(deterministic="tp", num_chunks=3), sequence_parallel)
-    (one,) = at_degrees(ranks, [case], (1,))
+    (one,) = at_degrees(ranks, of_all, [case], degrees=(1,))
     for count in (2, 4):
         assert ranks(count).run(off_gloo, case) == one * count
 
 
+@pytest.mark.slow
 def test_plain_bits_depend_on_the_degree(ranks):
     """The comparison above can fail."""
     for dtype in (torch.float32, torch.bfloat16):
-        found = at_degrees(ranks, [(512, (1024, 1024), dtype, Settings(deterministic=True))])
+        found = at_degrees(ranks, of_all, [(512, (1024, 1024), dtype, Settings(deterministic=True))])
         assert all(len({degree[0][name] for degree in found}) == 3 for name in ("y", "dx"))
 
 
@@ -132,7 +119,7 @@ def test_fused_weights(ranks, parts):
         (64, (256, inner), torch.float32, TREE, False, parts),
         (64, (256, inner), torch.float32, TREE, True, parts),
     ]
-    one, two, four = at_degrees(ranks, cases)
+    one, two, four = at_degrees(ranks, of_all, cases)
     assert one == two == four
     assert one[0] == one[1]
 
@@ -182,7 +169,7 @@ def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
 @pytest.mark.parametrize("shape", [(1024, 8192), (4096, 1024), (8192, 2048)])
 def test_sizes_of_real_layers_on_eight_ranks(ranks, dtype, shape):
     cases = [(rows, shape, dtype, TREE) for rows in ROWS] + [(512, shape, dtype, TREE, True)]
-    one, *others = at_degrees(ranks, cases, (1, 2, 4, 8))
+    one, *others = at_degrees(ranks, of_all, cases, degrees=(1, 2, 4, 8))
     assert all(degree == one for degree in others)
 
 

@@ -1,10 +1,10 @@
 """COC_DETERMINISTIC=tp with transformers' tp_plan and torch's own styles: the same bits at every degree, 1 included."""
 
 import gc
-import hashlib
 
 import pytest
 import torch
+from every_degree import at_degrees, digest
 from torch.distributed.device_mesh import init_device_mesh
 
 import ascend_parallel
@@ -19,10 +19,6 @@ from ascend_parallel.patches.transformers import on_one_rank
 STEPS = 5
 TREE = {"deterministic": "tp"}
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 8}
-
-
-def digest(tensor):
-    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def clip(gradients, limit):
@@ -76,15 +72,6 @@ def native(group, dtype, settings, plan="plain"):
         ascend_parallel.configure(num_chunks=1)
 
 
-def at_degrees(ranks, *args, degrees=(1, 2, 4)):
-    found = []
-    for degree in degrees:
-        first, *others = ranks(degree).run(*args)
-        assert all(other == first for other in others)
-        found.append(first)
-    return found
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("models"), "Llama", **SIZES)
@@ -115,7 +102,8 @@ def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype
     assert len(set(one["losses"])) == STEPS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path, dtype):
     one, two, four = at_degrees(ranks, llama, write(tmp_path, "Qwen3", **SIZES, head_dim=16), dtype, TREE)
     assert two == one
@@ -157,12 +145,13 @@ def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
     assert all(norm > 0.1 for norm in one["norms"])
 
 
+@pytest.mark.slow
 def test_without_it_a_llama_differs(ranks, path):
     one, two = at_degrees(ranks, llama, path, torch.float32, {"deterministic": True}, degrees=(1, 2))
     assert one["losses"] != two["losses"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_styles_train_alike_at_every_degree(ranks, dtype):
     one, two, four = at_degrees(ranks, native, dtype, TREE)

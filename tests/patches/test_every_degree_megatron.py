@@ -1,6 +1,5 @@
 """COC_DETERMINISTIC=tp in Megatron-core: a GPT trains with the same bits at every tensor-parallel degree."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from every_degree import at_degrees, digest
 from gpt_training import LLAMA, megatron
 
 import ascend_parallel
@@ -18,10 +18,6 @@ TREE = {"deterministic": "tp"}
 GPT = {"hidden": 128, "heads": 16, "ffn_hidden_size": 512, "tied": False, **LLAMA, "num_query_groups": 8}
 GPT |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 BIASES = {"hidden": 128, "heads": 8, "ffn_hidden_size": 512}
-
-
-def digest(tensor):
-    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def whole(parameter, tensor, group):
@@ -104,20 +100,12 @@ def train(group, options, settings, dtype=torch.float32):
     return {"losses": losses, "norms": norms, **found}
 
 
-def at_degrees(ranks, *args, degrees=(1, 2, 4)):
-    found = []
-    for degree in degrees:
-        first, *others = ranks(degree).run(train, *args)
-        assert all(other == first for other in others)
-        found.append(first)
-    return found
-
-
+@pytest.mark.sample("swiglu")
 @pytest.mark.parametrize(
     ("options", "dtype"), [(GPT, torch.float32), (BIASES, torch.bfloat16)], ids=["swiglu", "biases, bf16"]
 )
 def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
-    one, two, four = at_degrees(ranks, options, TREE, dtype)
+    one, two, four = at_degrees(ranks, train, options, TREE, dtype)
     assert two == one
     assert four == one
     assert len(set(one["losses"])) == STEPS
@@ -135,20 +123,21 @@ def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
 )
 def test_sequence_parallelism_changes_nothing(ranks, options, dtype):
     """The gradients of norms and row-parallel biases are summed over tokens in the tree, on one rank as on several."""
-    (one,) = at_degrees(ranks, options, TREE, dtype, degrees=(1,))
-    assert at_degrees(ranks, {**options, "sequence_parallel": True}, TREE, dtype, degrees=(2, 4)) == [one, one]
+    (one,) = at_degrees(ranks, train, options, TREE, dtype, degrees=(1,))
+    assert at_degrees(ranks, train, {**options, "sequence_parallel": True}, TREE, dtype, degrees=(2, 4)) == [one, one]
 
 
 @pytest.mark.slow
 def test_chunks_and_eight_ranks_change_nothing(ranks):
-    (one,) = at_degrees(ranks, GPT, TREE, degrees=(1,))
-    assert at_degrees(ranks, GPT, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
+    (one,) = at_degrees(ranks, train, GPT, TREE, degrees=(1,))
+    assert at_degrees(ranks, train, GPT, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
 
 
+@pytest.mark.slow
 def test_without_it_degrees_differ(ranks):
     """The comparison above can fail, also without dropout."""
     options = {**GPT, "attention_dropout": 0.0}
-    one, two = at_degrees(ranks, options, {"deterministic": True}, degrees=(1, 2))
+    one, two = at_degrees(ranks, train, options, {"deterministic": True}, degrees=(1, 2))
     assert one["losses"] != two["losses"]
 
 

@@ -19,9 +19,7 @@ COMPARE = FOLDER / "compare.py"
     ("script", "options"),
     [
         ("torch_tp", "-- --sequence-parallel --dtype bfloat16"),
-        ("torch_tp", "-- --sequence-parallel"),
-        ("transformers_tp", "-- --dtype bfloat16"),
-        ("transformers_tp", "-- --model Qwen2 --generate"),
+        ("transformers_tp", "-- --model Qwen2 --generate --dtype bfloat16"),
         ("transformers_tp", "-- --accelerate"),
         ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp"),
         ("torch_tp", "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint"),

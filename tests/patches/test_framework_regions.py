@@ -53,7 +53,7 @@ def hugging_face(group, path):
     return unequal(plain, late), worst(late, {name: right[name] for name in right if name in plain}), calls, left
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "count"),
     [("Llama", 2), ("Qwen2", 2), ("Mistral", 2), ("GPTNeoX", 2), ("Llama", 3), ("Phi3", 2), ("Qwen2", 4)],
@@ -75,7 +75,7 @@ def torch_native(group, plan):
     return unequal(plain, late), worst(late, right), calls, left
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("3-layers")
 @pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_decoders_of_torch(ranks, plan, count):

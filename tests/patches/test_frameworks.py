@@ -32,6 +32,7 @@ def forked(code, **environ):
     return done
 
 
+@pytest.mark.slow
 def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
     done = python(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
     assert done.returncode == 0, done.stderr
@@ -48,6 +49,7 @@ def test_it_is_an_error_if_asked_for_at_every_import(asked):
     assert "PatchError: megatron-core: expected a version" in done.stderr
 
 
+@pytest.mark.slow
 def test_only_named_frameworks_are_patched():
     done = forked(IMPORT + SHOW, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="transformers")
     assert done.stdout.startswith("False {'transformers': "), done.stderr
@@ -71,6 +73,7 @@ def test_unknown_names_are_refused(value):
         read_settings({"COC_FRAMEWORKS": value})
 
 
+@pytest.mark.slow
 def test_symm_mem_is_registered_only_if_it_is_named():
     show = "import torch.distributed.tensor.parallel, ascend_parallel as ap; print(ap.status().frameworks)"
     named = forked(show, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="symm_mem")
@@ -78,6 +81,7 @@ def test_symm_mem_is_registered_only_if_it_is_named():
     assert "symm_mem" not in forked(show, COC_PARALLEL_NUM="4").stdout
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_an_error_only_if_it_is_named():
     hidden = "import sys; sys.modules['deepspeed'] = None\nimport ascend_parallel as ap; ap.configure(); ap.apply()"
     named = forked(hidden, COC_PARALLEL_NUM="4", COC_FRAMEWORKS="deepspeed")
@@ -85,6 +89,7 @@ def test_what_is_not_installed_is_an_error_only_if_it_is_named():
     assert forked(hidden, COC_PARALLEL_NUM="4").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -58,7 +58,7 @@ def kept_whole(group, path, settings):
     return [differ for differ, _ in results], [calls_of(counts) for _, counts in results], said
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "ours"),
     [
@@ -80,6 +80,7 @@ def test_a_call_that_is_kept_whole_runs_megatrons_own_layer(ranks, tmp_path, set
         )
 
 
+@pytest.mark.slow
 def test_sums_of_four_ranks_in_rank_order_stay_in_every_forward(ranks, tmp_path):
     """With sequence parallelism gloo's reduce-scatter adds in another order than ours."""
     for _, (row, row_sequence, column, column_sequence), _ in ranks(4).run(

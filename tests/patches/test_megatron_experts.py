@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample("plain", "skewed, top-1, shared expert", "bf16, shared expert")
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
     for answers in ranks(2).run(compared, options, [2, 4]):
@@ -109,7 +110,7 @@ FOUR = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("4 expert-parallel ranks")
 @pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
 def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
     if tp == 0:
@@ -209,6 +210,7 @@ def data_parallel(group, distributed_optimizer):
     return different, counts, moved
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_overlapped_reductions_of_data_parallel_gradients(ranks, distributed_optimizer):
     for different, (plain, overlapped), not_zero in ranks(4).run(data_parallel, distributed_optimizer):
@@ -282,8 +284,11 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "expert-parallel group has one rank" in reasons["one rank"]
 
 
-def replaced_on_one_rank(group):
-    """Return losses plain and overlapped with a method replaced on rank 1 alone, and the exchanges that ran."""
+def replaced_on_one_rank(group, first):
+    """Return losses plain and overlapped, and the exchanges that ran.
+
+    From step `first` on a method of the first layer is replaced on rank 1 alone.
+    """
     from megatron_cpu import next_token_loss
     from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
 
@@ -294,12 +299,11 @@ def replaced_on_one_rank(group):
         for chunks in (1, 4):
             ascend_parallel.configure(num_chunks=chunks)
             model = small_moe_gpt(moe_config())
-            for layer in model.decoder.layers[: 1 if chunks > 1 else 0]:
-                own = layer.mlp.token_dispatcher.combine_postprocess
-                if group.rank() == 1:
-                    layer.mlp.token_dispatcher.combine_postprocess = lambda *args, own=own: own(*args)
+            dispatcher = model.decoder.layers[0].mlp.token_dispatcher
             ascend_parallel.ops.COUNTS.clear()
             for step in range(2):
+                if chunks > 1 and group.rank() == 1 and step == first:
+                    dispatcher.combine_postprocess = lambda *args, own=dispatcher.combine_postprocess: own(*args)
                 loss = next_token_loss(model, tokens_of(step))
                 loss.backward()
                 losses.append(loss.item())
@@ -307,10 +311,11 @@ def replaced_on_one_rank(group):
     return losses, counts, len(model.decoder.layers)
 
 
-def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(ranks):
-    for losses, (_, calls), layers in ranks(2).run(replaced_on_one_rank):
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(ranks, first):
+    for losses, (_, calls), layers in ranks(2).run(replaced_on_one_rank, first):
         assert losses[:2] == losses[2:]
-        assert calls == 2 * 2 * (layers - 1)  # 2 steps, forward and backward, of the other layers
+        assert calls == 2 * (2 * layers - (2 - first))  # forward and backward, of 2 steps
 
 
 @pytest.mark.parametrize(
@@ -374,6 +379,7 @@ def measured(group, options):
     return [name for name in plain if not torch.equal(plain[name], found[name])], counts
 
 
+@pytest.mark.sample("shared expert")
 @pytest.mark.parametrize("options", [{"skewed": True}, SHARED], ids=["skewed", "shared expert"])
 def test_auto_measures_at_the_first_call_and_leaves_no_trace(ranks, options):
     answers = ranks(2).run(measured, options)
@@ -393,9 +399,14 @@ def verified(group, wrong):
         ascend_parallel.configure(num_chunks=4, verify_every=1)
         model = small_moe_gpt(moe_config(**SHARED))
         mlp = model.decoder.layers[1].mlp
+        weight = mlp.experts.local_experts[1].linear_fc1.weight
+        faults = {
+            "output": lambda y: y * 1.01,
+            "weight": lambda y: y + (weight - weight.detach()).sum(),  # adds nothing but to the gradient
+        }
         if wrong:  # only where the experts of a group run by themselves
             mlp.experts.register_forward_hook(
-                lambda module, x, y: (y[0] * 1.01, None) if type(x[1]).__name__ == "GroupTokens" else None
+                lambda module, x, y: (faults[wrong](y[0]), None) if type(x[1]).__name__ == "GroupTokens" else None
             )
         try:
             next_token_loss(model, tokens_of(0)).backward()
@@ -407,9 +418,12 @@ def verified(group, wrong):
 
 
 def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(ranks):
-    for report in ranks(2).run(verified, False):
+    for report in ranks(2).run(verified, None):
         assert "decoder.layers.0.mlp" in report
         assert "decoder.layers.1.mlp" in report
-    for error in ranks(2).run(verified, True):
+        assert "weight gradient" in report.splitlines()[1], report
+    for error in ranks(2).run(verified, "weight"):
+        assert "the local_experts.1.linear_fc1.weight gradient of call 1 is wrong" in error, error
+    for error in ranks(2).run(verified, "output"):
         assert "MoELayer, experts): the output of call 1 is wrong" in error, error
         assert "expert_exchange of 4 experts a rank" in error

@@ -31,7 +31,7 @@ def losses(group, options, variants):
 
 
 # Not 3 ranks in sequence parallelism: the sequence of 64 is not divisible by them.
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "sequence_parallel"), [(2, False), (2, True), (3, False), (4, False), (4, True)])
 def test_losses_depend_neither_on_the_chunk_count_nor_on_the_run(ranks, count, sequence_parallel):
     options = {**SMALL[count], "sequence_parallel": sequence_parallel}

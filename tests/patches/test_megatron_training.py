@@ -57,6 +57,7 @@ def test_two_ranks_train_with_the_same_bits(ranks, options):
         assert found["coverage"].startswith("9 of 9 linear layers covered")
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_train_alike(ranks, count):
     """With more than two ranks the order of sums changes, so only the bits may differ."""

@@ -144,7 +144,7 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
         ):
             alike, ran, covered = found[name]
             assert alike == [True, True], name
-            assert not ran, name
+            assert ran == (name in ("forward", "backward", "class", "matmul")), name  # between the layer's collectives
             assert covered.startswith("0 of 1 linear layers covered"), name
             where = "" if name == "matmul" else "megatron.core.tensor_parallel."
             assert f"what it computes was replaced: {where}{what}" in covered
@@ -193,6 +193,7 @@ def compiled(group):
         return plain_and_overlapped(layers, lambda layers: layers.make("RowParallelLinear"), x, use)[0]
 
 
+@pytest.mark.slow
 def test_compiled_layers(ranks):
     assert ranks(2).run(compiled) == [[True, True]] * 2
 

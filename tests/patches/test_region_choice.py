@@ -142,7 +142,7 @@ def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
     assert f"2000.00 ms in layers and {2000 * share:.2f} ms in regions" in ours["status"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shares", "region"), [([0.5, 0.6], True), ([0.5, 3.0], False), ([3.0, 0.5], False)])
 def test_ranks_with_unlike_clocks_decide_alike_by_the_slowest(ranks, shares, region):
     ours, theirs = ranks(2).run(decided, shares, {})
@@ -163,12 +163,14 @@ def test_a_real_run_ends_with_a_decision(ranks):
     assert ours["doctor"] == theirs["doctor"] == [ours["status"]]
 
 
+@pytest.mark.slow
 def test_micro_batches_whose_backward_comes_later_run_in_one_way(ranks):
     for found in ranks(2).run(decided, [0.5, 0.5], {}, {"micro_batches": 3}):
         assert found["same"]
         assert found["ways"] == [*TURNS, True, True]
 
 
+@pytest.mark.sample("frozen_embedding")
 @pytest.mark.parametrize("before", [frozen_embedding, evaluated])
 def test_a_pass_is_timed_in_training_wherever_its_gradient_ends(ranks, before):
     for found in ranks(2).run(decided, [0.5, 0.5], {}, {"before": before}):
@@ -200,6 +202,7 @@ NO_REGION = {
 }
 
 
+@pytest.mark.sample("few rows")
 @pytest.mark.parametrize("more", NO_REGION.values(), ids=NO_REGION)
 def test_where_no_layer_leaves_rows_the_layers_stay(ranks, more):
     for found in ranks(2).run(decided, None, {}, {"steps": 4, **more}):
@@ -208,6 +211,7 @@ def test_where_no_layer_leaves_rows_the_layers_stay(ranks, more):
         assert found["status"] == "COC_REGION=auto: layers one by one: no layer leaves rows unfinished"
 
 
+@pytest.mark.slow
 def test_checked_passes_are_not_timed(ranks):
     for found in ranks(2).run(decided, None, {}, {"steps": 4, "settings": {**AUTO, "verify_every": 1}}):
         assert found["ways"] == [False] * 4
@@ -257,6 +261,7 @@ def stages(group):
         return all(map(torch.equal, *runs)), last, ways
 
 
+@pytest.mark.slow
 def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(ranks):
     for same, last, ways in ranks(4).run(stages):
         assert same

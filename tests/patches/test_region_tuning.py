@@ -35,7 +35,7 @@ def tuned(group, clock, settings, path, options):
     return plain[0] == found[0], different, found[2]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "sequence parallel"])
 @pytest.mark.parametrize(
     ("asked", "clock", "chunks"),
@@ -78,6 +78,7 @@ def few_rows(group, path):
     return tuned(group, whole, {"tune": path, "region_rows": 200, "strict": False}, path, {})[2]
 
 
+@pytest.mark.slow
 def test_few_rows_have_no_region_with_tuning_either(ranks, tmp_path):
     for counts in ranks(2).run(few_rows, str(tmp_path / "plan.json")):
         assert "region" not in counts

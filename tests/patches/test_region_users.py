@@ -188,7 +188,7 @@ def compared(group, habit, options):
     return unlike, seen[0] == seen[1], DelayedWork.unfinished
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
 def test_wrappers_see_finished_numbers(ranks, habit, sequence_parallel):
@@ -287,8 +287,8 @@ def one_rank(group, habit, options):
     return [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.timeout(60)
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", ON_ONE_RANK)
 def test_a_habit_of_one_rank_costs_time_and_nothing_else(ranks, habit, sequence_parallel):

@@ -35,7 +35,7 @@ def beside_layers(group, options):
     return found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample("llama, sequence parallel")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks, options):
     for found in ranks(2).run(beside_layers, with_regions(options)):
@@ -78,13 +78,14 @@ def unfinished_rows(group, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
 def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
     options = with_regions({**OPTIONS[style], "recompute": style == "llama", "steps": 2})
     assert ranks(2).run(unfinished_rows, options) == [(True, [], 0)] * 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_train_alike(ranks, count, sequence_parallel):
@@ -129,6 +130,7 @@ def data_parallel(group, distributed_optimizer):
     return all(map(torch.equal, *gradients)) and moved, counts["region"]["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
     assert ranks(4).run(data_parallel, distributed_optimizer) == [(True, 16)] * 4
@@ -182,6 +184,7 @@ def recorded(group, folder, sequence_parallel):
             next_token_loss(model, torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(3))).backward()
 
 
+@pytest.mark.sample("sequence parallel")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "sequence parallel"])
 def test_a_timeline_shows_waits_and_chunks_where_they_ran(ranks, tmp_path, sequence_parallel):
     from ascend_parallel.diagnostics.timeline.files import read_run
@@ -221,6 +224,7 @@ def stages(group, sequence_parallel):
     return all(map(torch.equal, *runs)), counts[1]["region"]["calls"]
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_pipeline_stages(ranks, sequence_parallel):
     assert ranks(4).run(stages, sequence_parallel) == [(True, 12)] * 4

@@ -123,7 +123,7 @@ def test_compiled_with_the_kernels_and_without_in_one_process(ranks):
         assert all(map(torch.equal, again, plain))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "gated", "dim", "dtype"),
     [

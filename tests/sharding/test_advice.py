@@ -87,6 +87,7 @@ PRINCIPLES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PRINCIPLES)
 def test_operators_are_named_by_their_published_principle(name):
     example = published.EXAMPLES[name]()
@@ -180,7 +181,6 @@ def small_vit():
 
 SEARCHED = {
     "mlp": (mlp, [0, 1], None, 1),
-    "gpt": (small_gpt, list(range(8)), None, None),
     "gpt data": (small_gpt, [[0, 1], [2, 3]], "dp", None),
     "vit": (small_vit, [[0, 1], [2, 3]], None, 2),
 }
@@ -304,6 +304,7 @@ def advised_of_attention(**options):
         return model, principled(model, (torch.zeros(512, 64, 512),), MESH, **options)
 
 
+@pytest.mark.slow
 def test_only_the_data_dimension_cuts_the_batch():
     model, advised = advised_of_attention(data_dim="dp", only_data_cuts_batch=True)
     cuts = [entry for each in advised for entry in each.in_strategy]
@@ -351,6 +352,7 @@ def test_the_full_text_has_a_line_for_each_principle():
     assert str(advice) == advice.text() == "\n".join(lines[: lines.index("")])
 
 
+@pytest.mark.slow
 def test_the_example_proposes_the_batch_along_dp_alone():
     spec = importlib.util.spec_from_file_location("advice_example", FILE.parent / "advice.py")
     example = importlib.util.module_from_spec(spec)

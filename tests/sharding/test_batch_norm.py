@@ -86,6 +86,7 @@ def trained(group, name):
     return plan.collectives(), ran
 
 
+@pytest.mark.sample("4-block")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_the_statistics_are_those_of_the_whole_batch(ranks, count, name):

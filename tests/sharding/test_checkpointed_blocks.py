@@ -96,12 +96,13 @@ def same_with_dropout(group, options, variants):
     same(group, "GPT", (2,), options, variants, dropout=0.3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [SINGLE, {"modules": [""]}, {"modules": ["layers.1"], "collectives": "recompute"}])
 def test_single_operators_the_whole_model_and_one_layer(ranks, options):
     ranks(2).run(same_with_dropout, options, [(False, {}, []), (True, {}, [])])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_two_mesh_dimensions(ranks, collectives):
     ranks(4).run(same, "Llama", (2, 2), {**LAYERS, "collectives": collectives}, [(True, CHUNKS, [])])
@@ -141,7 +142,7 @@ def train(group, collectives):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_training_against_the_whole_model(ranks, collectives):
     for whole, recomputing in ranks(4).run(train, collectives):
@@ -163,7 +164,7 @@ def counted(group, options, keywords):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_cut", [False, True])
 def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
     for overlap, settings in ((False, {}), (True, CHUNKS), (True, GATHERED)):
@@ -173,6 +174,7 @@ def test_no_collective_runs_twice_where_they_are_kept(ranks, rows_cut):
             assert sum(plain[0].values()) >= 4  # a sum, or a gather and a scatter, for each half of a layer
 
 
+@pytest.mark.slow
 def test_recomputed_collectives(ranks):
     """Each layer's forward sums twice. The second sum is of the layer's output, which backward does not need."""
     options = {**LAYERS, "collectives": "recompute"}
@@ -204,11 +206,13 @@ def flights(group, options):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_several_forwards_in_flight(ranks):
     for collectives in ("keep", "recompute"):
         ranks(2).run(flights, {**LAYERS, "keep": ["layers.*.up"], "collectives": collectives})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_backward_twice(group):
     _, plain, recomputing, batch = models("Llama", (2,), LAYERS)
@@ -233,6 +237,7 @@ class Normed(nn.Module):
         return self.down(F.gelu(self.norm(self.up(x)))).square().mean()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_running_statistics_are_updated_once(group):
     model = made(Normed)
@@ -318,6 +323,7 @@ def own_sums(group, options):
     return sum(found[3].values()) - sum(found[1].values())
 
 
+@pytest.mark.slow
 def test_collectives_inside_of_an_operator(ranks):
     behind = {"modules": [""]}
     assert ranks(2).run(own_sums, behind) == [0, 0]

@@ -74,7 +74,7 @@ def test_a_long_sequence_has_the_gradients_of_one_card(ranks, cp):
     ranks(cp).run(trained, {"cp": cp})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_with_data_and_tensor_parallelism(ranks, sizes):
     ranks(4).run(trained, sizes, "time")

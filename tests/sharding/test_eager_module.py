@@ -108,7 +108,7 @@ def train_all(group, name, mesh_shape):
     return truth, of_graph, found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_training_equals_the_graph_and_the_unsharded_model(ranks, name, mesh_shape):
@@ -303,6 +303,7 @@ def saved(group, folder):
     assert placements >= {(Shard(1), Shard(0)), (Shard(0), Shard(1))}
 
 
+@pytest.mark.slow
 def test_checkpoints_and_clipping_are_torchs(ranks, tmp_path):
     ranks(4).run(saved, str(tmp_path))
 

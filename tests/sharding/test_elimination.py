@@ -64,6 +64,7 @@ def test_tables_that_would_not_fit_are_not_made():
         solve(problem, most_numbers=10_000, most_sums=100_000)
 
 
+@pytest.mark.slow
 def test_a_long_chain_takes_as_many_tables_as_choices():
     """Growth has to be linear in the layers: a chain of 20,000 choices, whose answer is known."""
     problem, count = AssignmentProblem(), 20_000

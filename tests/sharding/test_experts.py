@@ -135,6 +135,7 @@ def with_tensor_parallel_experts(group):
     assert dict(sharded.named_parameters())["layers.0.up"].shape == (EXPERTS // 2, F_ // 2, H)
 
 
+@pytest.mark.slow
 def test_experts_of_which_each_is_divided_too(ranks):
     ranks(4).run(with_tensor_parallel_experts)
 

@@ -138,7 +138,7 @@ def trained(group, made, argument):
     return found, expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("ViTMAE")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_trains_by_its_own_python(ranks, name):
     for found, expected in ranks(2).run(trained, of_transformers, name):

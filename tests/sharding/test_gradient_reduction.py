@@ -85,14 +85,14 @@ def data_parallel_training(group):
     return [len(model.buckets) for model in models]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_data_parallel_training(ranks, count):
     for without, small, default in ranks(count).run(data_parallel_training):
         assert without == 0 < default < small
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
 @on_ranks(4)
 def test_training_on_two_mesh_dimensions(group, name):
@@ -103,7 +103,7 @@ def test_training_on_two_mesh_dimensions(group, name):
     torch.testing.assert_close(beside.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [(), ("dp",), ("mp",)], ids=str)
 @on_ranks(4)
 def test_gradients_of_several_backwards(group, held):

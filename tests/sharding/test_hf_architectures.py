@@ -50,9 +50,16 @@ def one_step(group, name, mode):
     return set(held), set(parameters)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("mode", STRATEGIES)
+CASES = [("auto", name) for name in ARCHITECTURES]
+# Where the batch alone is cut, it has only to be traced, as in mode "auto": every eighth, and all in make stress.
+CASES += [
+    pytest.param("data", name, marks=[pytest.mark.stress] if place % 8 else [])
+    for place, name in enumerate(ARCHITECTURES)
+]
+
+
+@pytest.mark.sample("auto-BioGpt")
+@pytest.mark.parametrize(("mode", "name"), CASES)
 def test_an_architecture_trains_as_on_one_card(ranks, mode, name):
     held = ranks(4).run(one_step, name, mode)
     assert set().union(*(own for own, _ in held)) == held[0][1]

@@ -52,11 +52,13 @@ def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks, name):
     assert held[0] != held[-1]
 
 
+@pytest.mark.slow
 def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
     held = ranks(8).run(trained, "Llama", 2, 2, 2, {})
     assert union(held) == set(dict(decoder("Llama").named_parameters()))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_bias_added_twice_is_seen(group):
     kept = registry.ENTRIES["aten.addmm"]
@@ -68,7 +70,7 @@ def test_a_bias_added_twice_is_seen(group):
         registry.ENTRIES["aten.addmm"] = kept
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 def test_the_experts_of_transformers_train(ranks, experts):
     """On one card the experts are gathered for each token: torch's grouped matmul knows no float64."""
@@ -79,6 +81,7 @@ def of_the_example(group):
     return example.train("Llama", example.strategy_of("Llama", 2, 2), steps=3)
 
 
+@pytest.mark.slow
 def test_the_example_has_the_losses_of_one_process(ranks):
     """Within float32, in which the model computes its norms."""
     for losses, expected in ranks(4).run(of_the_example):
@@ -86,6 +89,7 @@ def test_the_example_has_the_losses_of_one_process(ranks):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_decoder_is_evaluated_without_dropout(group):
     """Dropout of GPT-2 as it is by default; the mask differs in evaluation, as it does in training."""

@@ -65,7 +65,7 @@ def check_lives(program):
     assert freed == (written & read | written - set(program.inputs)) - set(program.outputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_every_register_is_read_while_alive_and_freed_once(name, rank):
@@ -118,6 +118,7 @@ def test_the_last_of_thousands_of_ranks_compiles_without_processes():
     check_lives(compile_plan(found, plan.graph, gradients=True))
 
 
+@pytest.mark.slow
 def test_a_block_has_the_same_instructions_whatever_the_number_of_blocks():
     counts, registers = {}, {}
     for blocks in (12, 13, 48):
@@ -139,6 +140,7 @@ def without_frees(program):
     return replace(program, instructions=tuple(inner))
 
 
+@pytest.mark.sample("kept")
 @pytest.mark.parametrize("recompute", [None, LAYERS], ids=["kept", "recomputed"])
 @on_ranks(2)
 def test_frees_do_not_change_a_bit(group, recompute):

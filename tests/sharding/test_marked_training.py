@@ -42,6 +42,7 @@ def observed(group):
     return noted.seen
 
 
+@pytest.mark.slow
 def test_torch_lays_out_no_function_of_a_marked_model(ranks):
     assert ranks(4).run(observed) == [[]] * 4
 

@@ -234,6 +234,7 @@ def run(environ, function, ranks=1):
         assert "every check was made" in ended.stdout
 
 
+@pytest.mark.slow
 def test_every_strategy_gives_the_whole(environ):
     run(environ, every_strategy_gives_the_whole)
 
@@ -243,5 +244,6 @@ def test_every_fused_operator_is_cut(environ):
     run(environ, every_fused_operator_is_cut)
 
 
+@pytest.mark.slow
 def test_a_planned_model_trains_like_one_card(environ):
     run(environ, a_planned_model_trains_like_one_card, ranks=4)

@@ -34,7 +34,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_layers_of_transformers_are_stubs(both: Any, name: str) -> None:  # noqa: F811
     options, stubs = DECODERS[name]
@@ -42,6 +42,7 @@ def test_layers_of_transformers_are_stubs(both: Any, name: str) -> None:  # noqa
     assert both(model_of(name, **options), given)[2] == stubs
 
 
+@pytest.mark.slow
 def test_two_stacks_of_t5(both: Any) -> None:  # noqa: F811
     sizes = {"d_model": 64, "d_ff": 128, "num_layers": 4, "num_heads": 4, "d_kv": 16, "vocab_size": 99}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, use_cache=False))
@@ -49,6 +50,7 @@ def test_two_stacks_of_t5(both: Any) -> None:  # noqa: F811
     assert both(model, input_ids=TOKENS, decoder_input_ids=TOKENS)[2] == 2 + 2
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_off(both: Any) -> None:  # noqa: F811
     model = model_of("Llama", num_key_value_heads=2)
     assert both(model, TOKENS, use_cache=False)[2] == COUNT - 1

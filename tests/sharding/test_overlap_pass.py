@@ -69,6 +69,7 @@ def test_tensor_parallel_mlp(ranks, count):
         assert kinds == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form, shape", [("sequence", (96, 2, 12)), ("samples", (1, 96, 12)), ("samples", (2, 48, 12))])
 @pytest.mark.parametrize("count", [2, 3])
 def test_sequence_parallel_mlp(ranks, count, form, shape):

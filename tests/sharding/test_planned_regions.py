@@ -4,6 +4,7 @@ Collectives are late here: unfinished rows are NaN.
 """
 
 import contextlib
+from unittest import mock
 
 import pytest
 import small_models
@@ -13,6 +14,7 @@ from pool import on_ranks
 from sharded_models import column_and_row, compare, made, mesh_of, planned, step, tokens_of
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ascend_parallel
@@ -91,7 +93,7 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
     return regions(), DelayedWork.unfinished
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -100,6 +102,7 @@ def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
     assert ranks(count).run(run_norm, shape, norm, None) == [(4, 0)] * count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row_dim", [0, 1])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_scattered_rows_match_the_unsharded_truth(ranks, count, row_dim):
@@ -163,7 +166,7 @@ def run_model(group, name, batch, mesh_shape, options):
     return regions(), DelayedWork.unfinished
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("Llama-dp and mp")
 @pytest.mark.parametrize(
     "count, mesh_shape, options",
     [
@@ -225,3 +228,25 @@ def unlike(group):
 
 def test_few_rows_and_autocast(ranks):
     assert ranks(2).run(unlike) == [(0, True, 2)] * 2
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def on_one_rank(group, strategies):
+    """Rank 1 alone runs under a mode, with another F.linear."""
+
+    @contextlib.contextmanager
+    def around():
+        own = F.linear
+        with Watching(), mock.patch.object(F, "linear", lambda *args, **kwargs: own(*args, **kwargs)):
+            yield
+
+    run_norm(group, (32, 2, 24), nn.LayerNorm, strategies, around if group.rank() == 1 else contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("strategies", [None, scattered(0)], ids=["all-reduce", "reduce-scatter"])
+def test_habits_of_one_rank_change_no_collective(ranks, strategies):
+    ranks(2).run(on_one_rank, strategies)

@@ -83,7 +83,7 @@ def scan(model, steps):
 MESH = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Rwkv, Mamba])
 def test_a_scan_costs_what_the_integer_program_finds(model):
     search = Search(scan(model, 2), MESH, {}, "time", "910b", MeshCosts.of(MESH))

@@ -105,6 +105,7 @@ def test_ranks_seeded_apart_stay_one_model(ranks, kind, static):
         agree(ranks(2).run(trained, kind, options, {"static": static}))
 
 
+@pytest.mark.slow
 def test_recomputed_regions_draw_what_they_drew_and_stages_what_the_whole_does(ranks):
     whole = {"mode": "data", "mesh": {"dp": 1}, "pipeline": PipelineOptions(micro_batches=2)}
     (plain, _), *_ = ranks(1).run(trained, "dropout", whole, {})

@@ -17,6 +17,7 @@ from ascend_parallel.sharding.tracing.trace import trace
 SMALL = 3000  # bytes of a bucket: a model has several
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_plan_for_a_part_of_the_job(group):
     """Two meshes, each with a plan of its own, as pipeline stages have."""

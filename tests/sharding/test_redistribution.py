@@ -104,7 +104,7 @@ def exhaustive(shape, mesh_shape, source, target, costs, depth):
     return best
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [COSTS["rate"], COSTS["latency"]], ids=["rate", "latency"])
 def test_no_sequence_of_up_to_four_steps_is_cheaper(costs):
     shape = (8, 8)

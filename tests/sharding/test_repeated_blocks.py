@@ -101,7 +101,7 @@ def stack_of(kind: Callable[[], nn.Module] = Block, count: int = COUNT) -> Stack
 X = torch.zeros(4, 8)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Llama(COUNT), GPT(COUNT, dropout=0.1), GPT(COUNT).eval()], ids=lambda m: str(m)[:5])
 def test_models_of_the_examples(both: Any, model: nn.Module) -> None:
     graph, plain, stubs = both(model, TOKENS, TOKENS)

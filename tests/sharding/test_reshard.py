@@ -167,6 +167,7 @@ def check_bytes_across(shape, source_mesh, target_mesh, pairs, results):
         assert sum(map(sum, sends)) == 8 * lacking
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("count", "shape"), [(2, (5, 3)), (2, (4, 6)), (3, (5, 3)), (3, (2, 7, 1))], ids=lambda value: str(value)
 )
@@ -198,7 +199,7 @@ def test_every_pair_on_a_plane(ranks, array, shape, stride):
     check_bytes(shape, mesh, pairs, results, exact=shape == (4, 8))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("apart")
 @pytest.mark.parametrize(
     ("source", "target"),
     [([0, 1], [2, 3]), ([0, 1, 2], [3]), ([1, 0, 2], [1, 2, 3]), ([0, 1, 2, 3], [2, 1])],
@@ -213,6 +214,7 @@ def test_every_pair_across_lines(ranks, source, target):
     check_bytes_across(shape, *meshes, pairs, results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"), [([[0, 1], [2, 3]], [0, 1, 2, 3]), ([3, 0], [[0, 1], [2, 3]]), ([[0, 1, 2, 3]], [[0], [2]])]
 )

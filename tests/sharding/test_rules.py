@@ -27,7 +27,7 @@ def texts(call):
     return {describe([strategy]) for strategy in strategies(call)}
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", CASES)
 def test_all_strategies_of_an_operator_give_the_whole(name):
     case, seen = CASES[name], set()

@@ -63,7 +63,7 @@ def losses_of(model, batch):
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_training(ranks, name, mesh_shape):

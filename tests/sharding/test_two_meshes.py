@@ -67,6 +67,7 @@ def trained(group, between, loss, whole):
     return values, unshard(w0).detach(), unshard(w1).detach()
 
 
+@pytest.mark.sample("written-mse-unshard")
 @pytest.mark.parametrize("whole", [True, False], ids=["unshard", "dtensors"])
 @pytest.mark.parametrize(
     ("between", "loss"), [*((each, "mse") for each in BETWEEN), ("nothing", "cross entropy")], ids=str

@@ -110,7 +110,7 @@ def same(group, shape, names, wanted, options):
     return losses[0][-1].sum() < losses[0][0].sum()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("count", "shape", "names", "wanted", "options"),
     [

@@ -97,6 +97,7 @@ def run(group, written):
     return gathered_weights(plan)
 
 
+@pytest.mark.sample("4-True", "2-False")
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 def test_marked_models_match_one_card(ranks, count, written):

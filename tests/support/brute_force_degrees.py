@@ -12,6 +12,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
+from ascend_parallel.sharding.rules import experts
 from ascend_parallel.training import Strategy, plan_training
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
@@ -36,8 +37,14 @@ def step_of_whole_plan(tables, model, batch):
         node = plan.graph.nodes[name]
         option = Option(plan.inputs[name], plan.output_layouts(node))
         whole = seconds(node.call, option, tuple(plan.mesh.shape), costs)
-        forward[stage] += whole / 3 + sum(step.seconds for step in plan.op_collectives.get(name, ()) if step.mesh_dim)
-        backward[stage] += whole * 2 / 3
+        own = [step.seconds for step in plan.op_collectives.get(name, ()) if step.mesh_dim]
+        if own and node.call.name == experts.CALL:
+            ahead, back = _exchange(own, whole / 3, len(node.inputs) - experts.UP, costs)
+            forward[stage] += ahead
+            backward[stage] += back
+        else:
+            forward[stage] += whole / 3 + sum(own)
+            backward[stage] += whole * 2 / 3
         for value in node.values:
             last = max((stage_of[reader] for reader, _ in plan.graph.readers()[value]), default=stage)
             for passed in range(stage, last):
@@ -81,6 +88,18 @@ def step_of_whole_plan(tables, model, batch):
     return max(summed) + max(sum(end[s][2] for s in stages) for stages in mine)
 
 
+def _exchange(sent, once, matrices, costs):
+    """Return forward and backward of experts in one group: only weight gradients run under an all-to-all."""
+    dispatch, combine, first, last = sent
+    twice = once + once / matrices  # weight gradients, and one of the matmuls again
+    host = costs.hardware.host.launch if costs.hardware.host.inline else 0.0
+    assert host or not costs.hardware.host.launch, "tasks also wait for the host"
+    slow, drag = costs.stretches(once + twice + 4 * host, first + last)
+    before = host + drag * first + slow * once + host + host  # each launch takes the rank's time
+    end = max(before + drag * last, before + slow * twice + host)
+    return host + dispatch + once + host + host + combine, end
+
+
 def _end(strategy, plan, stage_of, count, costs, hardware):
     """Return, per stage: elements, seconds of sums over replicas, and of gathers and the optimizer after them.
 
@@ -93,8 +112,8 @@ def _end(strategy, plan, stage_of, count, costs, hardware):
     for node in plan.graph.nodes.values():
         if node.kind != PARAMETER:
             continue
-        replica = (1, plan.mesh.shape[1])  # ZeRO-3 shards along dp too
-        shape = local_shape(node.outputs[0].shape, plan.layouts[Value(node.name)], replica, (0, 0))
+        replica = (1, *plan.mesh.shape[1:])  # ZeRO-3 shards along dp too
+        shape = local_shape(node.outputs[0].shape, plan.layouts[Value(node.name)], replica, (0,) * len(replica))
         longest = max(shape)
         for stage in {stage_of[name] for name, _ in readers[Value(node.name)]}:
             whole[stage] += prod(shape)

@@ -87,6 +87,7 @@ def test_one_rank_is_torch_autocast_bit_for_bit(ranks):
         assert torch.equal(local, state[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["data", "hybrid"])
 def test_two_replicas_are_torch_autocast(ranks, mode):
     expected, state = autocast_whole()
@@ -155,7 +156,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_casts_keep_the_layouts_right(ranks, name):
     count, given = CASES[name]

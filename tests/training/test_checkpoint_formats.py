@@ -61,6 +61,7 @@ def test_show_tells_step_values_and_tensors(saved):
         assert word in words
 
 
+@pytest.mark.slow
 def test_show_tells_in_how_many_shards_a_tensor_was_written(ranks, tmp_path):
     ranks(4).run(save_2x2, tmp_path)
     assert "2 x 2 shards" in command("show", tmp_path).stdout
@@ -205,7 +206,7 @@ def megatron(tmp_path_factory):
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [("plain", PLAIN), ("gated", GATED)])
 def test_a_model_of_megatron_loads_whole_and_in_other_slices(ranks, megatron, kind, options):
     expected = ranks(1).run(load_gpt, megatron[kind], options)[0]

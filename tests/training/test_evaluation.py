@@ -184,6 +184,7 @@ def test_parts_that_train_under_a_root_that_does_not(ranks):
         assert (drawn, modes) == (True, [False, *[True] * 4])
 
 
+@pytest.mark.slow
 def test_a_norm_that_runs_twice_is_refused_by_name():
     model = Partly(times=2).double()
     evaluation = in_evaluation(trace(model, of_noise(0)))

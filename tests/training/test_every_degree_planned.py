@@ -1,10 +1,9 @@
 """COC_DETERMINISTIC=tp in planned models: a graph trains with the same bits on every mesh, or is an error."""
 
-import hashlib
-
 import pytest
 import small_models
 import torch
+from every_degree import at_degrees, digest
 
 import ascend_parallel
 from ascend_parallel.ops.registry import DegreeError
@@ -21,10 +20,6 @@ TREE = {"deterministic": "tp"}
 COLUMNS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 CONFIGURED = {f"layers.*.{name}": ((("dp", None, None), ("mp", None)), None) for name in COLUMNS}
 CONFIGURED |= {f"layers.*.{name}": ((("dp", None, "mp"), (None, "mp")), None) for name in ("attention.o", "mlp.down")}
-
-
-def digest(tensor):
-    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def train(group, settings, options, dtype=torch.float32):
@@ -48,36 +43,28 @@ def train(group, settings, options, dtype=torch.float32):
     return {"losses": losses, **{name: digest(weight) for name, weight in module.full_state_dict().items()}}
 
 
-def at_degrees(ranks, settings, options, dtype=torch.float32, *, degrees):
-    found = []
-    for degree in degrees:
-        first, *others = ranks(degree).run(train, settings, options, dtype)
-        assert all(other == first for other in others)
-        found.append(first)
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_planned_model_trains_alike_on_every_mesh(ranks, dtype):
     """With chunks, too; one rank multiplies in the same blocks."""
-    (one,) = at_degrees(ranks, TREE, {}, dtype, degrees=(1,))
+    (one,) = at_degrees(ranks, train, TREE, {}, dtype, degrees=(1,))
     assert len(set(one["losses"])) == STEPS
-    assert at_degrees(ranks, TREE, {}, dtype, degrees=(2, 4)) == [one, one]
-    assert at_degrees(ranks, {**TREE, "num_chunks": 3}, {}, dtype, degrees=(2,)) == [one]
+    assert at_degrees(ranks, train, TREE, {}, dtype, degrees=(2, 4)) == [one, one]
+    assert at_degrees(ranks, train, {**TREE, "num_chunks": 3}, {}, dtype, degrees=(2,)) == [one]
 
 
 def test_without_it_meshes_differ(ranks):
     """The comparison above can fail."""
-    one, two = at_degrees(ranks, {"deterministic": True}, {}, degrees=(1, 2))
+    one, two = at_degrees(ranks, train, {"deterministic": True}, {}, degrees=(1, 2))
     assert one["losses"] != two["losses"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["keep", "recompute"])
 def test_recompute_and_eight_ranks_change_nothing(ranks, collectives):
-    (one,) = at_degrees(ranks, TREE, {}, degrees=(1,))
+    (one,) = at_degrees(ranks, train, TREE, {}, degrees=(1,))
     recompute = {"recompute": Recompute(modules=("layers.*",), collectives=collectives)}
-    assert at_degrees(ranks, TREE, recompute, degrees=(1, 2, 8)) == [one] * 3
+    assert at_degrees(ranks, train, TREE, recompute, degrees=(1, 2, 8)) == [one] * 3
 
 
 ATTENTION = {name: layouts for name, layouts in CONFIGURED.items() if "attention" in name}
@@ -87,7 +74,7 @@ HALF = {name: CONFIGURED[name] for name in ("layers.*.mlp.gate", "layers.*.mlp.u
 def test_what_the_planner_leaves_whole_trains_alike_too(ranks):
     """It gathers the features of a column layer for a layer that it has not cut."""
     options = {"operators": HALF, "mode": "auto"}
-    one, two = at_degrees(ranks, TREE, options, degrees=(1, 2))
+    one, two = at_degrees(ranks, train, TREE, options, degrees=(1, 2))
     assert one == two
     assert len(set(one["losses"])) == STEPS
 

@@ -27,6 +27,7 @@ def loss(model, x):
     return F.mse_loss(model(x), x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "zero_stage", [1, 2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )

@@ -86,7 +86,7 @@ def staged(schedule, virtual=1, zero_stage=0):
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("master_weights", [True, False])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_micro_batches_at_every_level(ranks, zero_stage, master_weights):

@@ -48,6 +48,7 @@ def test_zero_stages_and_partitions(group):
             compare(group, zero_stage, partition_by, unreduced, "AdamW", torch.float32, 25 << 20)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_elementwise_optimizers(group):
     with warnings.catch_warnings():

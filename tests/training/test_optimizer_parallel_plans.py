@@ -88,7 +88,7 @@ def train(group, name, mesh_shape, zero_stage, partition_by="slices", unreduced=
     return sum(param.numel() for param in sharded.parameters()), sum(param.numel() for param in whole.parameters())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero_stage", "partition_by", "unreduced"), [(1, "slices", False), (1, "parameters", True), (2, "slices", True)]
 )

@@ -47,6 +47,7 @@ def clipped(group, norm_type, limit):
     return parallel.norm
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("norm_type", "limit"), [(2.0, 102.0), (1.5, 215.0), (inf, 21.5)])
 def test_clipping_by_the_norm_of_all(ranks, norm_type, limit):
     """Steps above and below the limit; the norm has the same bits on all ranks."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from pairwise import pairwise
 from pool import on_ranks
 from torch.nn import functional as F
 
@@ -82,9 +83,7 @@ def strategy_of(layout, amp, zero_stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("amp", AMP)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("amp", "layout", "zero_stage"), pairwise(AMP, LAYOUTS, range(4)))
 @on_ranks(4)
 def test_updates_are_those_of_one_card(group, layout, amp, zero_stage):
     torch.manual_seed(group.rank())

@@ -134,6 +134,7 @@ def example(_group):
     return stage_meshes.train(), stage_meshes.one_card()
 
 
+@pytest.mark.slow
 def test_the_published_example(ranks):
     page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
     assert f"```toml\n{stage_meshes.FILE.read_text(encoding='utf-8')}```" in page

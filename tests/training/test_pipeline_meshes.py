@@ -66,7 +66,6 @@ def check(results, steps=STEPS):
 
 
 CASES = {
-    "1f1b": semi_auto(SQUARE, LINE),
     "gpipe": semi_auto(LINE, SQUARE, schedule="gpipe"),
     "interleaved": semi_auto(SQUARE, ACROSS, schedule="interleaved_1f1b", virtual_stages=2),
     "zero bubble": semi_auto(
@@ -74,7 +73,6 @@ CASES = {
     ),
     "zbv": semi_auto(ACROSS, LINE, schedule="zbv", virtual_stages=2, overlap=OverlapOptions(operators=False)),
     "recompute": semi_auto(SQUARE, LINE, recompute=Recompute(modules=["layers.*"])),
-    "zero 1": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=1)),
     "zero 1 by parameters": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=1, partition_by="parameters")),
     "zero 2": semi_auto(LINE, SQUARE, sharding=ShardingOptions(zero_stage=2)),
     "zero 3": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=3)),
@@ -96,21 +94,18 @@ def auto(*meshes, **options):
     return {"mode": "auto", "pipeline": pipeline(*meshes, stages=STAGES, **options)}
 
 
-# Meshes that cut what crosses the stages in different ways, by the number of ranks; also uneven, on 3 ranks of a mesh.
-SHAPES = {
-    4: [({"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}, {"dp": 1, "tp": 1})],
-    6: [
-        ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}),
-        ({"dp": 3, "tp": 1}, {"dp": 1, "tp": 1}, {"dp": 2, "tp": 1}),
-        ({"dp": 1, "tp": 3}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}),
-    ],
-    8: [(LINE, {"dp": 1, "tp": 2}, {"dp": 2, "tp": 1})],
-}
+# Ranks, meshes that cut what crosses the stages in different ways, also unevenly (3 ranks of a mesh), and the schedule.
+THREE_STAGES = [
+    (4, ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}, {"dp": 1, "tp": 1}), "1f1b"),
+    (6, ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}), "gpipe"),
+    (6, ({"dp": 3, "tp": 1}, {"dp": 1, "tp": 1}, {"dp": 2, "tp": 1}), "1f1b"),
+    (6, ({"dp": 1, "tp": 3}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}), "gpipe"),
+    (8, (LINE, {"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}), "gpipe"),
+]
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("count", "meshes"), [(count, meshes) for count, some in SHAPES.items() for meshes in some])
+@pytest.mark.parametrize(("count", "meshes", "schedule"), THREE_STAGES)
 def test_three_stages_of_different_shapes_and_numbers_of_ranks(ranks, count, meshes, schedule):
     """Several tensors between stages, one that skips a stage, a mask, a parameter that all stages share."""
     check(ranks(count).run(train, auto(*meshes, schedule=schedule), Crossing, crossed))
@@ -160,11 +155,13 @@ def local(group, wrong):
     return found
 
 
+@pytest.mark.slow
 def test_each_rank_gives_its_own_part_of_a_batch_and_the_loss_counts(ranks):
     for found in ranks(6).run(local, None):
         assert [ours for ours, _ in found] == pytest.approx([theirs for _, theirs in found], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0, 4])
 def test_another_part_of_the_batch_on_another_mesh_is_seen(ranks, wrong):
     ranks(6).run(local, wrong)

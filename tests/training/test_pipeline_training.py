@@ -131,7 +131,7 @@ def check(results, name):
         assert torch.equal(shards.setdefault((key, place), tensor), tensor)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_schedule_with_one_rank_per_stage(ranks, name, case):
@@ -260,7 +260,7 @@ def example(name):
     return module
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "count"), [(resnet, 2), (two_meshes, 8)], ids=["resnet", "two_meshes"])
 def test_published_examples(ranks, function, count):
     for found, expected in ranks(count).run(function):

@@ -80,7 +80,7 @@ def bytes_between(model, x):
 KEEPS = [(), ("mlp.3",), ("mlp.*",), (":*scaled_dot_product*", "mix"), ("mlp.0:addmm",)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_a_module(stack, keep):
     model, x = stack
@@ -189,5 +189,6 @@ def marked(group):
     return found[0][1], found[1][1]
 
 
+@pytest.mark.slow
 def test_marks_on_a_planned_model(ranks):
     assert ranks(2).run(marked) == [(["layers.0", "layers.1"], [])] * 2

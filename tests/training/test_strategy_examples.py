@@ -54,6 +54,7 @@ def test_what_the_benchmark_times_has_the_losses_of_one_card(ranks, one_card, na
         torch.testing.assert_close(losses, one_card, **EXACT)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_summed_is_seen(ranks, one_card):
     (losses, *_) = ranks(8).run(with_the_replicas_apart)
     torch.testing.assert_close(losses[:1], one_card[:1], **EXACT)

@@ -42,7 +42,7 @@ def planned(**options):
     return plan_training(Strategy(**BASE, **options), gpt.GPT(), gpt.batch_of(0))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -85,7 +85,7 @@ def test_equal_stages_in_a_row_are_told_once():
     assert len({len(line) for line in table}) == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -118,6 +118,7 @@ def test_a_plan_that_no_card_holds_is_warned_of():
         assert "warning" not in explain(fitting)
 
 
+@pytest.mark.slow
 def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
     model, batch = gpt.GPT(), gpt.batch_of(0)
     all_alike = plan_training(Strategy(mode="data", mesh={"dp": 3}), model, batch)
@@ -136,6 +137,7 @@ def test_no_overlap_says_nothing_of_it():
     assert "overlap:" not in explain(planned(overlap=OverlapOptions(operators=False)))
 
 
+@pytest.mark.slow
 def test_zero_stages_divide_what_they_say():
     held = {}
     for zero_stage in range(4):
@@ -147,6 +149,7 @@ def test_zero_stages_divide_what_they_say():
         assert parameters == pytest.approx(held[0][0] / (2 if zero_stage >= 3 else 1), rel=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_backwards_take_fp32():
     plans = {}
     for count in (1, 2):
@@ -158,6 +161,7 @@ def test_gradients_of_several_backwards_take_fp32():
     assert "add up" not in explain(plans[1])
 
 
+@pytest.mark.slow
 def test_stages_hold_their_part_and_the_embedding_twice():
     whole = as_dict(planned())["stages"][0]["parameters"]
     stages = as_dict(planned(pipeline=PipelineOptions(degree=2, micro_batches=4)))["stages"]
@@ -173,6 +177,7 @@ def test_the_plan_is_json_and_says_the_operators_if_asked():
     assert "layers.0.up linear" not in explain(found)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_need_no_memory():
     strategy = Strategy(mesh={"dp": 128, "tp": 8}, pipeline=PipelineOptions(degree=8, micro_batches=16), mode="auto")
     with torch.device("meta"):
@@ -200,6 +205,7 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
     assert explain(deep).splitlines()[-2].startswith("0, 2  ")
 
 
+@pytest.mark.sample("zbv-2")
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
 def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages):
     """plan-training's last check keeps the rank that `strategy` shows as the fullest, counted here action by action."""

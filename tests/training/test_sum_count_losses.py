@@ -143,6 +143,7 @@ def wrong(_group, what):
     return ""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "messages"),
     [
@@ -179,6 +180,7 @@ def trained_by_weights(_group, options):
     return losses
 
 
+@pytest.mark.sample("graph")
 @pytest.mark.parametrize(
     "options",
     [
@@ -260,6 +262,7 @@ def test_a_mean_over_unequal_counts_is_said_once_on_rank_0(ranks, options, more,
     assert second == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "loss", "equal"),
     [(SEVERAL, "cross_entropy", True), (DATA, "cross_entropy", False), (SEVERAL, "summed", False)]

@@ -135,6 +135,7 @@ def uneven(_group):
     return trained(_group, {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(zero_stage=2)})
 
 
+@pytest.mark.slow
 def test_three_ranks(ranks):
     check(ranks(3).run(uneven))
 
@@ -217,7 +218,7 @@ def mixed_precision(_group, dtype):
     return found, expected, dtypes, state
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_with_master_weights(ranks, dtype):
     for found, expected, dtypes, state in ranks(2).run(mixed_precision, dtype):

@@ -67,6 +67,7 @@ def tied(_group, schedule, virtual, zero_stage):
     return found, whole, worst
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "virtual", "zero_stage"), [("1f1b", 1, 2), ("zbv", 2, 1)])
 def test_a_tied_head_counts_once_in_the_norm_also_with_both_stages_on_one_rank(ranks, schedule, virtual, zero_stage):
     check(ranks(2).run(tied, schedule, virtual, zero_stage))

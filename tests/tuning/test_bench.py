@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
+from ascend_parallel.cli.app import app
 from ascend_parallel.ops import shm
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.bench.results import interval, rows_of, show
@@ -80,6 +82,19 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
 
 
 @pytest.mark.slow
+def test_tune_measures_experts_beside_what_a_plan_has(tmp_path):
+    path = tmp_path / "plan.json"
+    for words in (("--moe", "8,96,32,16"), ("--shape", "256,64,96", "--layer", "row")):
+        ended = command("tune", *words, "--out", str(path), *FEW)
+        assert ended.returncode == 0, ended.stderr
+    experts, *layers = load_plan(str(path)).entries
+    assert (experts.run, experts.operator, experts.m, experts.k, experts.n) == ("forward", "expert_exchange", 4, 32, 32)
+    assert sum(experts.sizes) == 4 and len(layers) == 2
+    refused = command("tune", "--moe", "8,96,32,16", "--model", "llama2-7b", "--out", str(path), *FEW)
+    assert refused.returncode == 2 and "give one of --model, --shape and --moe" in refused.stderr
+
+
+@pytest.mark.slow
 def test_tune_fills_the_cache(tmp_path):
     ended = command("tune", "--shape", "64,16,16", "--layer", "row", *FEW, XDG_CACHE_HOME=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
@@ -87,7 +102,6 @@ def test_tune_fills_the_cache(tmp_path):
     assert load_plan(str(file)).machine.ranks == 2
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,8 +117,8 @@ def test_tune_fills_the_cache(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
-    ended = command("bench", *arguments)
-    assert ended.returncode == 2
+    ended = CliRunner().invoke(app, ["bench", *arguments])
+    assert ended.exit_code == 2
     assert message in ended.stderr
     assert ended.stdout == ""
 
@@ -112,8 +126,8 @@ def test_what_cannot_be_is_refused(arguments, message):
 def test_tune_overwrites_no_strangers_file(tmp_path):
     path = tmp_path / "thesis.json"
     path.write_text('{"title": "mine"}')
-    ended = command("tune", "--shape", "64,16,16", "--out", str(path), *FEW)
-    assert ended.returncode == 2
+    ended = CliRunner().invoke(app, ["tune", "--shape", "64,16,16", "--out", str(path), *FEW])
+    assert ended.exit_code == 2
     assert "is no plan" in ended.stderr
     assert path.read_text() == '{"title": "mine"}'
 

@@ -55,6 +55,7 @@ def test_a_benchmark_prints_its_table(script):
     assert len(ended.stdout.splitlines()) >= 3
 
 
+@pytest.mark.slow
 def test_a_wrong_link_is_an_error_in_one_line():
     words = [sys.executable, str(FOLDER / "buckets.py"), "--link", "fast"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
@@ -62,7 +63,7 @@ def test_a_wrong_link_is_an_error_in_one_line():
     assert ended.stderr.splitlines()[-1].startswith("buckets.py: the rate 'fast' is not allowed")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("again", "kept", "expected"),
     [

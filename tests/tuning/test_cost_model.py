@@ -205,6 +205,7 @@ def test_uneven_chunks_beat_the_best_equal_ones_where_overlap_pays(ratio):
         assert best.sizes[-1] < max(best.sizes)  # the last collective is
 
 
+@pytest.mark.slow
 def test_uneven_chunks_of_the_presets_beat_equal_ones():
     """Never worse than equal chunks, and better unless equal chunks hide everything."""
     costs, cut, better = COSTS["ascend-910b2"], 0, 0

@@ -34,7 +34,7 @@ def as_an_ordinary_user(monkeypatch):
         pytest.skip(str(error))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_of_an_ordinary_user_talk_over_the_link(as_an_ordinary_user, ranks):
     master, interface, total, space = call_on_ranks("test_link:addresses", ranks, limit=120, link="100mbit")

@@ -24,6 +24,7 @@ def run_of(name):
     return next(run for run in all_runs() if run.id == name)
 
 
+@pytest.mark.slow
 def test_each_row_names_its_source_and_is_predicted_or_says_why_not(comparison):
     assert len({run.id for run in all_runs()}) == len(all_runs()) == 140
     for run, row in zip(all_runs(), comparison["rows"], strict=True):

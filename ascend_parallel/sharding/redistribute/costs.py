@@ -62,8 +62,8 @@ class FittedCosts:
         model = _model(self.hardware)
         if kind == SEND:  # in an all-gather of 2 ranks each rank sends half of the bytes
             return model.send(nbytes, inside=self.in_domain > 1)
-        if kind == ALL_TO_ALL:  # as long as an all-gather that sends the same number of bytes
-            kind, nbytes = ALL_GATHER, nbytes / self.ranks
+        if kind == ALL_TO_ALL:
+            return model.all_to_all(nbytes / self.ranks, self.ranks, self.in_domain)
         operator = {ALL_GATHER: GATHER, REDUCE_SCATTER: MATMUL_REDUCE_SCATTER, ALL_REDUCE: MATMUL_ALL_REDUCE}[kind]
         return model.line(operator, nbytes, self.ranks, self.in_domain)
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, shard
+from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape, shard
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
 from ascend_parallel.sharding.rules.local import ExpertRanks, Part
 from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-X, INDEX, UP, DOWN = 0, 1, 3, 4
+X, INDEX, WEIGHT, UP, DOWN = 0, 1, 2, 3, 4
 """The places of the inputs."""
 
 Tensors = Sequence[torch.Tensor]
@@ -277,6 +277,22 @@ def matmuls(
     coming = tokens * prod(mesh_shape[dim] for dim in exchange_dims(layouts))
     rows = max(coming // call.inputs[UP].shape[0], 1)
     return experts * (len(inputs) - UP), (rows, inputs[UP][2], inputs[UP][1])
+
+
+def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> float:
+    """Return the bytes that a rank keeps for backward, of equally loaded experts, beside the routing weights.
+
+    Of each row: what it was, what its expert's layers made of it, the activation's result, and what came back.
+    """
+    item, (experts, _, _) = call.inputs[UP].dtype.itemsize, call.inputs[UP].shape
+    origin = (0,) * len(mesh_shape)
+    (*tokens, width), (own, inner, _) = (
+        local_shape(call.inputs[place].shape, layouts[place], mesh_shape, origin) for place in (X, UP)
+    )
+    sent = prod(tokens) * call.inputs[INDEX].shape[-1]
+    rows = sent * prod(mesh_shape[dim] for dim in exchange_dims(layouts)) * own / experts
+    kept = 4 if len(call.inputs) > DOWN + 1 else 2  # gate, its activation, up, their product; or up and its activation
+    return item * (rows * (width + kept * inner) + sent * width)
 
 
 def _run(part: Part) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ascend_parallel.sharding.layout import Layout, cuts, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
+from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
@@ -153,6 +154,8 @@ class SavedTensors:
         """Return the tensors that an operator saves."""
         if node.call is None or self._plan.differentiable.isdisjoint(node.values):
             return {}
+        if node.call.name == experts.CALL:
+            return self._by_experts(node, node.call)
         saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
         for place in saves.inputs:
             found |= self._tensor(node.inputs[place], self._schedule.inputs[node.name][place])
@@ -160,6 +163,13 @@ class SavedTensors:
             found |= self._tensor(value, self._schedule.layouts[value])
         if saves.inside:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
+        return found
+
+    def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
+        """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
+        layouts, shape = self._schedule.inputs[node.name], tuple(self._plan.mesh.shape)
+        found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
+        found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found
 
     def by_block(self, block: CheckpointedBlock) -> _Tensors:

@@ -49,15 +49,16 @@ def fold(graph: Graph, layers: int | None = None) -> FoldedGraph:
     """Fold the longest row of equal layers in `graph`.
 
     layers
-        The number of layers of the whole model, if `graph` has been traced with three of them.
+        The number of equal layers of the whole model, if `graph` has been traced with three of them, its last layers.
     """
     calls = [node for node in graph.nodes.values() if node.kind == CALL]
     rows = _rows(graph, calls)
     patterns = tuple(dict.fromkeys(repeated(layer_of(nodes[0].module)) for row in rows for nodes in row))
     row = max(rows, key=len, default=[])
     if layers is not None:
+        row = rows[-1] if rows else []
         if len(row) != KEPT:
-            raise AssertionError(f"a graph of {KEPT} layers has a row of {len(row)}")
+            raise AssertionError(f"a graph of {KEPT} equal layers has a row of {len(row)}")
         return FoldedGraph(graph, _sequence(calls, row[1], layers - KEPT), patterns, layers)
     if len(row) <= KEPT or not _foldable(graph, row):
         return FoldedGraph(graph, np.arange(len(calls)), patterns, len(row))

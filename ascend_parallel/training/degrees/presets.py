@@ -25,18 +25,20 @@ def default_batch(ranks: int, length: int) -> int:
 def traced_preset(model: Model, length: int, batch: int, dtype: str) -> ModelByBatchSize:
     """Return a preset for `search_traced`: `batch` sequences of `length` tokens.
 
-    dtype: "bfloat16" with fp32 master weights, or "float32". Only three layers are traced; all are equal.
+    dtype: "bfloat16" with fp32 master weights, or "float32". Only three equal layers are traced, behind the dense
+    layers of a model with experts.
     """
     if dtype not in DTYPES:
         raise StrategyOptionError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     with torch.device("meta"):
-        built = Transformer(model, length, min(model.layers, KEPT)).to(getattr(torch, dtype))
+        built = Transformer(model, length, min(model.layers, model.dense_layers + KEPT)).to(getattr(torch, dtype))
 
     def trace(rows: int) -> FoldedGraph:
         with torch.device("meta"):
             tokens = torch.zeros(rows, length, dtype=torch.long)
         graph = trace_with_loss(built, mean_loss, (tokens, tokens))
-        return fold(graph, model.layers if model.layers > KEPT else None)
+        equal = model.layers - model.dense_layers
+        return fold(graph, equal if equal > KEPT else None)
 
     mixed = dtype != "float32"
     return ModelByBatchSize(batch, trace, dtype if mixed else None, mixed)

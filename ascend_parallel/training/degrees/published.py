@@ -29,6 +29,8 @@ def planning_obstacle(run: PublishedRun) -> str:
         return "context parallelism"
     if run.flash_attention is False:
         return "attention that writes its scores"
+    if run.ep > 1 and run.dp % run.ep:
+        return f"experts over {run.ep} ranks of {run.dp} replicas"
     if run.recompute not in RECOMPUTE:
         return f"recompute {run.recompute}"
     return ""
@@ -46,15 +48,17 @@ def evaluate_run(run: PublishedRun) -> RunPrediction:
 
 def degrees_of(run: PublishedRun) -> Degrees:
     """Return the degrees of a run."""
+    ep = run.ep or 1
     zero = min(run.zero, MOST_ZERO_STAGE_IN_PIPELINE) if run.pp > 1 else run.zero
     return Degrees(
-        dp=run.dp,
+        dp=run.dp // ep,
+        ep=ep,
         tp=run.tp,
         pp=run.pp,
-        rows=run.micro_batch,
+        rows=run.micro_batch * ep,
         micro_batches=run.micro_batches,
         schedule="interleaved_1f1b" if run.stages_of_rank > 1 else "1f1b",
         virtual_stages=run.stages_of_rank,
         recompute=RECOMPUTE[run.recompute],
-        zero_stage=zero if run.dp > 1 else 0,
+        zero_stage=zero if run.dp > ep else 0,
     )

@@ -13,7 +13,21 @@ from ascend_parallel.training.degrees.space import Degrees
 
 # The first line of a written file, by which it may be written again.
 HEADER = "# Written by ascend-parallel plan-training"
-HEADS = ("", "dp", "tp", "pp", "micro-batches", "schedule", "recompute", "ZeRO", "step s", "memory", "bubbles", "why")
+HEADS = (
+    "",
+    "dp",
+    "ep",
+    "tp",
+    "pp",
+    "micro-batches",
+    "schedule",
+    "recompute",
+    "ZeRO",
+    "step s",
+    "memory",
+    "bubbles",
+    "why",
+)
 WORDS = {
     "compute": "computation",
     "tensor": "collectives of tp",
@@ -32,7 +46,7 @@ def text(found: SearchResult) -> str:
         f"{found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, a batch of {found.rows} rows: "
         f"{found.considered} choices, {found.timed} timed",
         "",
-        *_table([HEADS, *(_row(place, each, found) for place, each in enumerate(found.best, 1))]),
+        *_table(_rows(found)),
         "",
         "best, on the rank with the most work: "
         + ", ".join(f"{WORDS[name]} {seconds:.4g} s" for name, seconds in vars(found.best[0].parts).items()),
@@ -90,11 +104,20 @@ def _longer(parts: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]
     return sorted(named, key=lambda pair: -pair[1])
 
 
+def _rows(found: SearchResult) -> list[tuple[str, ...]]:
+    """Return the rows of the table; without experts no column has their degree."""
+    rows = [HEADS, *(_row(place, each, found) for place, each in enumerate(found.best, 1))]
+    place = HEADS.index("ep")
+    apart = any(candidate.degrees.ep > 1 for candidate in found.best)
+    return rows if apart else [(*row[:place], *row[place + 1 :]) for row in rows]
+
+
 def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ...]:
     degrees = candidate.degrees
     return (
         str(place),
         str(degrees.dp),
+        str(degrees.ep),
         f"{degrees.tp} (ZeRO-3-like)" if candidate.gathers_weights else str(degrees.tp),
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from ascend_parallel.settings import current_settings
 from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.planner.annotate import annotated
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
+from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.text import size_of
 from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdown
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.space import Degrees, choices, meshes, sizes
+from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sizes
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
@@ -169,8 +171,9 @@ def search_degrees(
     loss: Loss = mean_loss,
     amp: AmpOptions | None = None,
     progress: Progress | None = None,
+    ep: int | None = None,
 ) -> SearchResult:
-    """Search dp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
+    """Search dp x ep x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
     model, batch, loss
         As for `plan_training`: the model for a single card, a global batch, the mean loss. They may be on the meta
@@ -181,6 +184,8 @@ def search_degrees(
         A hardware of the cost model.
     progress
         Called with a text before each slow step.
+    ep
+        The ranks that share the experts of each `mixture_of_experts`; None: searched. A model without experts has 1.
 
     Raises `StrategyOptionError` for arguments that are not allowed, and for a model with strategies of its own;
     `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
@@ -196,24 +201,45 @@ def search_degrees(
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
     traced = ModelByBatchSize(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
-    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress)
+    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep)
 
 
 def search_traced(
-    traced: ModelByBatchSize, *, ranks: int, memory: float, hardware: str, progress: Progress | None = None
+    traced: ModelByBatchSize,
+    *,
+    ranks: int,
+    memory: float,
+    hardware: str,
+    progress: Progress | None = None,
+    ep: int | None = None,
 ) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
-    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None)).run()
+    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep).run()
+
+
+def experts_of(graph: Graph) -> int:
+    """Return the number that the experts of every mixture are a multiple of; 0: the model has none."""
+    calls = [node.call for node in graph.nodes.values() if node.call is not None and node.call.name == experts.CALL]
+    return gcd(*(call.inputs[experts.UP].shape[0] for call in calls))
 
 
 class _Search:
-    def __init__(self, traced: ModelByBatchSize, ranks: int, limit: float, hardware: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        traced: ModelByBatchSize,
+        ranks: int,
+        limit: float,
+        hardware: str,
+        progress: Progress,
+        ep: int | None = None,
+    ) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
         self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
         planner = Planner(self._folded, known, current_settings())
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
+        self._ep = ep
         self._considered, self._layers = 0, tuple[str, ...]()
         # Candidates that do not fit, with a lower bound of their memory; and the fastest of them that was planned.
         self._rejected: list[tuple[float, int, Degrees]] = []
@@ -256,13 +282,16 @@ class _Search:
         """Yield the degrees that may fit; those with too many activations are not planned."""
         rows, first = self._traced.rows, self._folded(1)
         self._layers, most = first.layers, first.most_stages
-        shapes = meshes(self._ranks, rows, most)
-        for size in sorted({size for dp, _, _ in shapes for size in sizes(rows // dp)}):
+        degrees_of_experts = expert_degrees(self._ranks, experts_of(first.graph), self._ep)
+        shapes = meshes(self._ranks, rows, most, degrees_of_experts)
+        for size in sorted({size for dp, *_ in shapes for size in sizes(rows // dp)}):
             for shape in shapes:
-                replica = rows // shape[0]
-                if size not in sizes(replica):
+                dp, ep, tp, pp = shape
+                replica = rows // dp
+                if size not in sizes(replica) or size % ep:
                     continue
-                self._progress(f"micro-batches of {size} rows, dp {shape[0]} x tp {shape[1]} x pp {shape[2]}")
+                apart = f" x ep {ep}" if ep > 1 else ""
+                self._progress(f"micro-batches of {size} rows, dp {dp}{apart} x tp {tp} x pp {pp}")
                 for degrees in choices(shape, size, replica // size, first.layers, most):
                     self._considered += 1
                     least = self.evaluation.least_activations(degrees)

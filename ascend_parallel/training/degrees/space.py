@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
+from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.tuning.step_time.schedule import SPLIT, check
 
 DATA = "dp"
+EXPERTS = "ep"
 # Schedules with their stages on each group of ranks.
 SCHEDULES = (
     ("1f1b", 1),
@@ -27,6 +30,8 @@ ZERO_STAGES = (0, 1, 2, 3)
 class Degrees:
     """One choice of degrees.
 
+    ep
+        Ranks of a replica that share each layer's experts; they share the batch, too. 1: a rank holds all experts.
     rows
         Rows of the batch (sequences) of one replica's micro-batch.
     recompute
@@ -38,6 +43,7 @@ class Degrees:
     pp: int
     rows: int
     micro_batches: int
+    ep: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: str = NONE
@@ -50,7 +56,10 @@ class Degrees:
 
     def tables(self, layers: Sequence[str], hardware: str, amp: str | None) -> dict[str, Any]:
         """Return the tables of a strategy (`Strategy.from_dict`); `layers`: the patterns of the model's layers."""
-        tables: dict[str, Any] = {"mode": "auto", "hardware": hardware, "mesh": {DATA: self.dp, TENSOR: self.tp}}
+        mesh = {DATA: self.dp, TENSOR: self.tp}
+        tables: dict[str, Any] = {"mode": "auto", "hardware": hardware, "mesh": mesh}
+        if self.ep > 1:
+            tables |= {"mesh": {DATA: self.dp, EXPERTS: self.ep, TENSOR: self.tp}, "expert_dim": EXPERTS}
         pipeline: dict[str, Any] = {"micro_batches": self.micro_batches}
         if self.pp > 1:
             pipeline |= {"degree": self.pp, "schedule": self.schedule, "virtual_stages": self.virtual_stages}
@@ -80,23 +89,46 @@ class Degrees:
         """Return the degrees in words."""
         schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
         pipeline = f", {schedule}" if self.pp > 1 else ""
+        experts = f" x ep {self.ep}" if self.ep > 1 else ""
         batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
-            f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}{pipeline}, "
-            f"recompute {self.recompute}, ZeRO {self.zero_stage}"
+            f"dp {self.dp}{experts} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}"
+            f"{pipeline}, recompute {self.recompute}, ZeRO {self.zero_stage}"
         )
 
 
-def meshes(ranks: int, rows: int, most_stages: int) -> list[tuple[int, int, int]]:
-    """Return all (dp, tp, pp) of `ranks` ranks whose dp divides the batch's rows, with at most `most_stages` stages."""
+Mesh = tuple[int, int, int, int]
+"""dp, ep, tp, pp."""
+
+
+def meshes(ranks: int, rows: int, most_stages: int, experts: Sequence[int] = (1,)) -> list[Mesh]:
+    """Return all (dp, ep, tp, pp) of `ranks` ranks whose dp x ep divides the batch's rows.
+
+    experts: the values of ep; at most `most_stages` stages.
+    """
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
     found = []
-    for dp in divisors:
-        for tp in divisors:
-            pp = ranks // (dp * tp)
-            if ranks % (dp * tp) == 0 and rows % dp == 0 and pp <= most_stages:
-                found.append((dp, tp, pp))
+    for dp, ep, tp in product(divisors, experts, divisors):
+        pp = ranks // (dp * ep * tp)
+        if ranks % (dp * ep * tp) == 0 and rows % (dp * ep) == 0 and pp <= most_stages:
+            found.append((dp, ep, tp, pp))
     return found
+
+
+def expert_degrees(ranks: int, experts: int, given: int | None) -> tuple[int, ...]:
+    """Return the values of ep to try: the divisors of the ranks and of the experts, or the given one.
+
+    Raises `StrategyOptionError` for a given degree that does not divide both. `experts` is 0 for a model without any.
+    """
+    allowed = tuple(number for number in range(1, max(ranks, 1) + 1) if ranks % number == experts % number == 0)
+    if not experts:
+        allowed = (1,)
+    if given is not None and given not in allowed:
+        raise StrategyOptionError(
+            f"ep={given}: {ranks} ranks, and layers with {experts} experts (mixture_of_experts); give one of "
+            f"{', '.join(map(str, allowed))}"
+        )
+    return allowed if given is None else (given,)
 
 
 def sizes(rows: int) -> list[int]:
@@ -105,16 +137,14 @@ def sizes(rows: int) -> list[int]:
     return sorted({size for size in powers if rows % size == 0} | {rows})
 
 
-def choices(
-    mesh: tuple[int, int, int], rows: int, micro_batches: int, layers: Sequence[str], most_stages: int
-) -> Iterator[Degrees]:
-    """Yield the degrees of a mesh (dp, tp, pp) and micro-batch: schedules, recompute and ZeRO stages that go together.
+def choices(mesh: Mesh, rows: int, micro_batches: int, layers: Sequence[str], most_stages: int) -> Iterator[Degrees]:
+    """Yield the degrees of a mesh and micro-batch: schedules, recompute and ZeRO stages that go together.
 
     Left out: what the package refuses (recompute with schedules that split backward), what docs/optimizer-parallel.md
     advises against (stage 2 with a pipeline, which accumulates whole gradients; stage 3, whose gathers would run for
     each micro-batch of each stage), and stages of ZeRO without replicas.
     """
-    dp, tp, pp = mesh
+    dp, ep, tp, pp = mesh
     schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
     for schedule, several in schedules:
         if pp > 1 and not _runs(schedule, pp, several, micro_batches, most_stages):
@@ -126,6 +156,7 @@ def choices(
                     continue
                 yield Degrees(
                     dp=dp,
+                    ep=ep,
                     tp=tp,
                     pp=pp,
                     rows=rows,

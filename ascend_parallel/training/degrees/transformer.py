@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_parallel.sharding.rules.experts import mixture_of_experts
 from ascend_parallel.tuning.cost_model.models import Model
 
 # Vocabularies are padded to a multiple of this, as Megatron-LM does by default (--make-vocab-size-divisible-by 128).
@@ -24,7 +25,9 @@ class Transformer(nn.Module):
         vocabulary = -(-model.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         self.embedding = nn.Embedding(vocabulary, model.hidden)
         self.places = nn.Embedding(length, model.hidden) if model.positions else None
-        self.layers = nn.ModuleList(_Layer(model, length) for _ in range(model.layers if layers is None else layers))
+        count = model.layers if layers is None else layers
+        dense = model.layers - model.sparse_layers
+        self.layers = nn.ModuleList(_Layer(model, length, sparse=layer >= dense) for layer in range(count))
         self.norm = _norm(model, model.hidden)
         self.head = None if model.tied else nn.Linear(model.hidden, vocabulary, bias=False)
 
@@ -41,13 +44,13 @@ class Transformer(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual around it."""
+    """Attention and MLP, or experts, each with a norm before it and a residual around it."""
 
-    def __init__(self, model: Model, length: int) -> None:
+    def __init__(self, model: Model, length: int, *, sparse: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = _norm(model, model.hidden), _norm(model, model.hidden)
         self.attention: nn.Module = _LatentAttention(model, length) if model.latent else _Attention(model, length)
-        self.mlp = _Mlp(model)
+        self.mlp: nn.Module = _Experts(model) if sparse else _Mlp(model, model.ffn)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -106,15 +109,36 @@ class _LatentAttention(nn.Module):
 class _Mlp(nn.Module):
     """A gated MLP, or an MLP with gelu."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.hidden, model.ffn, bias=model.bias) if model.gated else None
-        self.up = nn.Linear(model.hidden, model.ffn, bias=model.bias)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.bias)
+        self.gate = nn.Linear(model.hidden, width, bias=model.bias) if model.gated else None
+        self.up = nn.Linear(model.hidden, width, bias=model.bias)
+        self.down = nn.Linear(width, model.hidden, bias=model.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         return self.down(y)  # type: ignore[no-any-return]
+
+
+class _Experts(nn.Module):
+    """A mixture of experts: each token passes the experts of the largest scores, and a shared one if there is any."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        into, out = (model.experts, model.expert_ffn, model.hidden), (model.experts, model.hidden, model.expert_ffn)
+        self.top_k, self.activation = model.top_k, "silu" if model.gated else "gelu"
+        self.router = nn.Linear(model.hidden, model.experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(into)) if model.gated else None
+        self.up, self.down = nn.Parameter(torch.empty(into)), nn.Parameter(torch.empty(out))
+        self.shared = _Mlp(model, model.shared_ffn) if model.shared_ffn else None
+        for weight in (self.gate, self.up, self.down):
+            if weight is not None:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.router(x).softmax(-1).topk(self.top_k)
+        y = mixture_of_experts(x, index, weight, self.up, self.down, self.gate, activation=self.activation)
+        return y if self.shared is None else y + self.shared(x)
 
 
 class _Rotary(nn.Module):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
+from ascend_parallel.ops.problem import EXPERT_EXCHANGE, Problem
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, Value
-from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, OpCall, Value
+from ascend_parallel.sharding.layout import Layout, Shape, local_shape
 from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.redistribute.costs import ALL_TO_ALL, MeshCosts
+from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
@@ -23,6 +28,7 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
 from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.experts import COPY_ACCESSES, ExchangeWork, in_groups
 
 TENSOR = "tp"
 # What backward recomputes: nothing; the layers, with the results of collectives kept; the layers and their collectives.
@@ -114,8 +120,9 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> Oper
     model = CostModel(hardware)
     once = np.array([_seconds(plan, node, model) for node in calls])
     kinds = RECOMPUTE if folded.layers else (NONE,)
-    pricing = _Pricing(plan, calls, once / PASSES)
-    ranked = {kind: plan_for_rank(plan, (0,), settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
+    pricing = _Pricing(plan, calls, once / PASSES, model, settings)
+    first = (0,) * len(tuple(plan.mesh.shape))
+    ranked = {kind: plan_for_rank(plan, first, settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
     kept = {kind: pricing.kept(rank_plan, kind == COLLECTIVES) for kind, rank_plan in ranked.items()}
     return OperatorCosts(
         plan=plan,
@@ -138,7 +145,9 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> Oper
 class _Pricing:
     """Attributes the costs of a plan to its operators, by index."""
 
-    def __init__(self, plan: ShardingPlan, calls: Sequence[Node], once: Numbers) -> None:
+    def __init__(
+        self, plan: ShardingPlan, calls: Sequence[Node], once: Numbers, model: CostModel, settings: Settings
+    ) -> None:
         self._plan, self._calls, self._once = plan, calls, once
         self._place = {node.name: index for index, node in enumerate(calls)}
         self._shape = tuple(plan.mesh.shape)
@@ -159,7 +168,13 @@ class _Pricing:
             target[at] += back
         self.gathers_weights = moved[True] > moved[False]
         for name, steps in plan.op_collectives.items():
-            self.forward[self._place[name]] += sum(step.seconds for step in steps)
+            call, place = plan.graph.nodes[name].call, self._place[name]
+            if call is not None and call.name == experts.CALL:
+                ahead, back = exchange_seconds(call, plan.inputs[name], plan.costs, once[place], model, settings)
+                self.forward[place] += ahead
+                self.backward[place] += back
+            else:
+                self.forward[place] += sum(step.seconds for step in steps)
 
     def local_bytes(self, value: Value) -> float:
         """Return the bytes of a rank's part of a tensor."""
@@ -172,6 +187,9 @@ class _Pricing:
             for value in (*node.inputs, *node.values):
                 if value in self._plan.differentiable and self._plan.graph.nodes[value.node].kind == CALL:
                     found[index] += self.local_bytes(value)
+            if self._exchanges(node.name):  # and the gradients of what its experts keep
+                assert node.call is not None
+                found[index] += experts.saved_bytes(node.call, self._plan.inputs[node.name], self._shape)
         return found
 
     def parameters(self) -> tuple[Parameter, ...]:
@@ -180,7 +198,7 @@ class _Pricing:
         for node in self._plan.graph.nodes.values():
             if node.kind == PARAMETER:
                 (meta,), value = node.outputs, Value(node.name)
-                shape = local_shape(meta.shape, self._plan.layouts[value], self._shape, (0,))
+                shape = local_shape(meta.shape, self._plan.layouts[value], self._shape, (0,) * len(self._shape))
                 places = tuple(self._place[name] for name, _ in readers[value])
                 found.append(Parameter(shape, meta.dtype.itemsize, places))
         return tuple(found)
@@ -195,7 +213,8 @@ class _Pricing:
         for index, node in enumerate(self._calls):
             block = starts.get(node.name)
             if block is not None:
-                again_sent[index] = sum(self.forward[self._place[name]] for name in block.nodes) * collectives
+                sent = [name for name in block.nodes if collectives or self._exchanges(name)]
+                again_sent[index] = sum(self.forward[self._place[name]] for name in sent)
                 brought = saved_tensors.by_all(self._plan.graph.nodes[name] for name in block.nodes)
                 kept = saved_tensors.by_block(block)
                 inside[index] = sum(size for key, size in brought.items() if key not in kept)
@@ -209,6 +228,11 @@ class _Pricing:
             seen |= kept.keys()
         return RecomputeCost(saved, again, again_sent, inside)
 
+    def _exchanges(self, name: str) -> bool:
+        """Tell whether an operator is a mixture of experts: its rows are exchanged again in every second run."""
+        call = self._plan.graph.nodes[name].call
+        return call is not None and call.name == experts.CALL
+
     def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
         """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""
         kernels = rank_plan.schedule.kernels
@@ -217,6 +241,38 @@ class _Pricing:
             communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
             if name not in block.kept and name != block.last and not communicates:
                 yield name
+
+
+def exchange_seconds(
+    call: OpCall, layouts: Sequence[Layout], costs: MeshCosts, once: float, model: CostModel, settings: Settings
+) -> tuple[float, float]:
+    """Return what the exchange of a mixture adds to its experts' seconds, forward and backward.
+
+    once: the experts' forward. Groups of experts hide a part of the all-to-alls: as many as the settings ask for.
+    """
+    (dim,) = experts.exchange_dims(layouts)
+    ahead, _, back, _ = experts.collectives(call, layouts, costs.shape)
+    weights, width = len(call.inputs) - experts.UP, call.inputs[experts.X].shape[-1]
+    count, *_ = local_shape(call.inputs[experts.UP].shape, layouts[experts.UP], costs.shape, (0,) * len(costs.shape))
+    dtype, ranks = call.inputs[experts.X].dtype, costs.shape[dim]
+    problem = Problem(EXPERT_EXCHANGE, count, width, width, dtype, model.hardware.device, ranks)
+    sizes = choose(problem, settings).sizes
+    found = []
+    for sent, passes, again in ((ahead, 1, 0.0), (back, PASSES - 1, once / weights)):
+        work = ExchangeWork(
+            experts=count,
+            send=partial(_all_to_all, costs, dim, sent.nbytes),
+            compute=once,
+            tail=(passes - 1) * once,
+            again=again,
+            copy=model.stream(COPY_ACCESSES * sent.nbytes / ranks),
+        )
+        found.append(in_groups(model, work, sizes).seconds - passes * once)
+    return found[0], found[1]
+
+
+def _all_to_all(costs: MeshCosts, dim: int, nbytes: float, share: float) -> float:
+    return costs.seconds(ALL_TO_ALL, share * nbytes, dim)
 
 
 def _seconds(plan: ShardingPlan, node: Node, model: CostModel) -> float:

@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import linear, silu
 
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, all_to_all
-from ascend_parallel.ops.problem import experts_problem
+from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
-from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.bench.results import interval
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
-from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
+from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
+from ascend_parallel.tuning.measured.expert_groups import ExpertGroups, fastest_groups
 
 SERIAL, NO_CUT, AUTO = "serial", "no cut", "auto"
 COMPUTATION, COMMUNICATION = "T_comp", {"T_comm": 1, "T_comm in 4 pieces": 4}
@@ -86,8 +86,23 @@ def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], r
     runs[NO_CUT] = functools.partial(layer.overlapped, 1)
     runs |= {f"{count} groups": functools.partial(layer.overlapped, count) for count in groups}
     report("auto")
-    runs[AUTO] = layer.automatic()
-    return {"times": _in_turn(runs, rounds, group), "torch": torch.__version__}
+    runs[AUTO], chosen = layer.automatic()
+    return {"times": _in_turn(runs, rounds, group), "auto": chosen, "torch": torch.__version__}
+
+
+def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> dict[str, Any]:
+    """Return a plan with the fastest groups of the layer, as COC_TUNE measures them."""
+    layer = _Layer(ExpertsCase(**case), group)
+    problem, device = layer.problem, torch.device("cpu")
+    runs = {
+        split_rows(problem.rows, count, 1): functools.partial(layer.overlapped, count)
+        for count in groups
+        if count <= problem.rows
+    }
+    report("timing groups of experts")
+    entry = fastest_groups(problem, group, runs, layer.serial, device)
+    machine = this_machine(group.size(), device, group._get_backend(device).name())
+    return {"plan": Plan(machine, (entry,)).as_dict(), "torch": torch.__version__}
 
 
 def _in_turn(runs: Mapping[str, Run], rounds: int, group: dist.ProcessGroup) -> dict[str, list[float]]:
@@ -130,6 +145,11 @@ class _Layer:
         self._shared = [drawn(2 * case.shared, case.hidden), drawn(case.hidden, case.shared)] if case.shared else []
         self._received = drawn(sum(self._whole.received_sizes), case.hidden)
 
+    @property
+    def problem(self) -> Problem:
+        """The exchange, as its number of groups is chosen."""
+        return experts_problem(self._rows, self._counts.experts, self._group)
+
     def overlapped(self, groups: int) -> None:
         """Run the layer's operator in `groups` groups of experts."""
         local = LocalExperts(run=_run_group, weights=[self._up, self._down])
@@ -142,10 +162,8 @@ class _Layer:
 
     def serial(self) -> None:
         """Run all-to-all, experts, all-to-all and the shared expert in turn, with torch's own autograd."""
-        sizes = self._whole.received_sizes, self._whole.sent_sizes
-        received = all_to_all_single_autograd(self._rows, *sizes, self._group)
-        made = _run_group(self._whole, received * 1, None, [self._up, self._down])
-        y = all_to_all_single_autograd(made, *sizes[::-1], self._group) * 1
+        local = LocalExperts(run=_run_group, weights=[self._up, self._down])
+        y = experts_in_turn(self._rows, self._counts, local, group=self._group)
         self._backward(y, self._run_shared())
 
     def compute(self) -> None:
@@ -155,13 +173,14 @@ class _Layer:
         if (y := self._run_shared()) is not None:
             y.backward(self._dy)  # type: ignore[no-untyped-call]
 
-    def automatic(self) -> Run:
-        """Return the variant that COC_PARALLEL_NUM=auto takes."""
-        problem = experts_problem(self._rows, self._counts.experts, self._group)
+    def automatic(self) -> tuple[Run, str]:
+        """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
         found = ExpertGroups(Settings(auto=True)).settings_for(
-            problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self._rows.device
+            self.problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self.serial, self._rows.device
         )
-        return functools.partial(self.overlapped, found.num_chunks) if found.enabled else self.serial
+        if not found.enabled:
+            return self.serial, SERIAL
+        return functools.partial(self.overlapped, found.num_chunks), f"{found.num_chunks} groups"
 
     def communicate(self, pieces: int) -> None:
         """Run the four all-to-alls of a forward and backward, each in pieces that are started together."""

@@ -87,6 +87,15 @@ class CostModel:
         inside = self.collective(kind, size, in_domain)
         return inside + self.network(kind, size / in_domain, ranks // in_domain)
 
+    def all_to_all(self, size: float, ranks: int, in_domain: int) -> float:
+        """Return the time of an all-to-all over a line of ranks, of which each `in_domain` share a domain.
+
+        Each rank has `size` bytes, as many for each rank of the line. An all-gather that sends as many bytes stands for
+        the part inside the domain and for the part over the network; they follow each other.
+        """
+        inside = self.collective(GATHER, size * in_domain / ranks, in_domain)
+        return inside + self.network(GATHER, size, ranks // in_domain)
+
     def send(self, size: float, *, inside: bool) -> float:
         """Return the time of `size` bytes from a rank to another one, inside a domain or over the network."""
         if size == 0:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Elementwise, Region
@@ -31,10 +32,12 @@ LOSS_BYTES = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
 class TransformerLayerTime:
     """The times of one transformer layer on one rank; seconds per micro-batch."""
 
-    def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
-        """Set up a layer of `model` as `batch` distributes it."""
+    def __init__(self, costs: CostModel, model: Model, batch: Batch, *, sparse: bool = False) -> None:
+        """Set up a layer of `model` as `batch` distributes it; sparse: a layer with experts."""
         self.costs, self.model, self.batch = costs, model, batch
-        self.linears = layer_linears(model, batch)
+        self.linears = layer_linears(model, batch, sparse=sparse)
+        self.experts = ExpertsTime(costs, model, batch) if sparse else None
+        self._width = model.shared_ffn if sparse else model.ffn
         self.parts = {
             direction: [LinearPass(costs, linear, direction) for linear in self.linears]
             for direction in (FORWARD, BACKWARD)
@@ -109,8 +112,8 @@ class TransformerLayerTime:
     @cached_property
     def activation(self) -> Elementwise:
         """The MLP's activation."""
-        accesses = (3 if self.model.gated else 2) * self.batch.rows * -(-self.model.ffn // self.batch.tp)
-        return self._elementwise(accesses, 1)
+        accesses = (3 if self.model.gated else 2) * self.batch.rows * -(-self._width // self.batch.tp)
+        return self._elementwise(accesses, 1 if self._width else 0)
 
     @property
     def _around_attention(self) -> float:
@@ -138,29 +141,45 @@ class TransformerLayerTime:
     def communication(self, recompute: str) -> float:
         """Return the time of all collectives of forward and backward, each in one chunk."""
         forward, backward = (sum(part.communication for part in parts) for parts in self.parts.values())
+        if self.experts is not None:
+            forward, backward = forward + self.experts.all_to_alls, backward + self.experts.all_to_alls
         return forward + backward + (forward if recompute == "full" else 0.0)
 
     def forward(self, schedule: Schedule) -> float:
         """Return the time of forward."""
-        if schedule.region and self.batch.tp > 1:
+        if self._in_region(schedule):
             region = self.region(int(schedule.name))
             outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.parts[FORWARD][:-3])
             return region.forward().seconds + outside + self.attention + self._around_attention + self.replicated
-        linear = sum(schedule.seconds(part) for part in self.parts[FORWARD])
-        return linear + self.attention + self.elementwise + self.replicated
+        return self._in_parts(FORWARD, schedule) + self.attention + self.elementwise + self.replicated
 
     def backward(self, schedule: Schedule, recompute: str = "none") -> float:
         """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
         require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
-        parts, elementwise, linear = self.parts[BACKWARD], self.elementwise, 0.0
-        if schedule.region and self.batch.tp > 1:
+        elementwise = self.elementwise
+        if self._in_region(schedule):
             region = self.region(int(schedule.name))
-            linear = region.backward().seconds
-            parts = [] if region.pulls else parts[:-3]
+            parts = [] if region.pulls else self.parts[BACKWARD][:-3]
+            linear = region.backward().seconds + sum(schedule.seconds(part) for part in parts)
             elementwise -= self._whole(self.activation) + (2 if region.pulls else 1) * self._whole(self.tail)
-        linear += sum(schedule.seconds(part) for part in parts)
+        else:
+            linear = self._in_parts(BACKWARD, schedule)
         other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
         return linear + other + self.recomputed(schedule, recompute)
+
+    def _in_region(self, schedule: Schedule) -> bool:
+        """Tell whether a region runs what stands between two attentions: experts are not part of one."""
+        return schedule.region and self.batch.tp > 1 and self.experts is None
+
+    def _in_parts(self, direction: str, schedule: Schedule) -> float:
+        """Return the seconds of a pass's linear layers, and of its experts."""
+        parts = self.parts[direction]
+        if self.experts is None:
+            return sum(schedule.seconds(part) for part in parts)
+        attention = len(parts) - (2 if self._width else 0)
+        shared = sum(schedule.seconds(part) for part in parts[attention:])
+        experts = self.experts.seconds(direction, schedule, shared)
+        return sum(schedule.seconds(part) for part in parts[:attention]) + experts
 
     def recomputed(self, schedule: Schedule, recompute: str) -> float:
         """Return the seconds of what backward runs again."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ascend_parallel.tuning.cost_model.gradients import STATES, WIDE
 from ascend_parallel.tuning.cost_model.models import Batch, Model
-from ascend_parallel.tuning.cost_model.step import BUCKET, Layout, spread, stage_parameters
+from ascend_parallel.tuning.cost_model.step import BUCKET, Layout, check_experts, held_weights, layers_of_stages
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 from ascend_parallel.tuning.step_time.schedule import stages_of
 from ascend_parallel.tuning.step_time.timing import live
@@ -24,30 +24,35 @@ WRITTEN = 2
 
 def step_memory(model: Model, batch: Batch, layout: Layout) -> RankBytes:
     """Return the bytes of the rank that holds the most; without the allocator's fragments and the framework's own."""
-    weights = np.array(stage_parameters(model, batch, layout))
-    replicas, item = batch.cp * layout.dp, batch.dtype.itemsize
-    shares = [1 / replicas if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
+    check_experts(model, batch, layout)
+    item = batch.dtype.itemsize
     masters = WIDE if item < WIDE else 0
-    parameters, gradients = weights * item * shares[0], weights * WIDE * shares[1]
-    optimizer = weights * (STATES * WIDE + masters) * shares[2]
+    of_states = np.array([item, WIDE, STATES * WIDE + masters])  # parameters, gradients, optimizer
+    states, buckets = np.zeros((3, layout.pp)), np.zeros(layout.pp)
+    for held, replicas in held_weights(model, batch, layout):
+        weights = np.array(held)
+        shares = np.array([1 / replicas.count if layout.zero >= stage else 1.0 for stage in (3, 2, 1)])
+        states += np.outer(of_states * shares, weights)
+        buckets += np.minimum(weights, BUCKET) * WIDE * (replicas.count > 1)
     activations = np.array(_activations(model, batch, layout))
-    buffers = np.minimum(weights, BUCKET) * WIDE * (replicas > 1) + _working(model, batch)
-    kinds = (parameters, gradients, optimizer, activations, buffers)
+    kinds = (*states, activations, buckets + _working(model, batch))
     fullest = int(np.sum(kinds, axis=0).argmax())
     return RankBytes(*(float(kind[fullest]) for kind in kinds))
 
 
-def layer_activations(model: Model, batch: Batch, recompute: str) -> float:
-    """Return the bytes that a layer's forward of a micro-batch keeps for backward."""
+def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: bool = False) -> float:
+    """Return the bytes that a layer's forward of a micro-batch keeps for backward; sparse: a layer with experts."""
     item, rows, own = batch.dtype.itemsize, batch.rows, batch.own_rows
     if recompute == "full":
         return float(own * model.hidden * item)
     heads, kv_heads = -(-model.heads // batch.tp), -(-model.kv_heads // batch.tp)
     projected = (heads + kv_heads) * model.head_dim + kv_heads * model.value_dim
     attended = heads * model.value_dim
-    ffn = -(-model.ffn // batch.tp)
+    ffn = -(-(model.shared_ffn if sparse else model.ffn) // batch.tp)
     # Both norms' inputs and outputs; queries, keys, values; attention's result; the MLP before and after activation.
     kept = 4 * own * model.hidden + rows * (projected + attended + ffn * (3 if model.gated else 2))
+    if sparse:
+        kept += _of_experts(model, batch)
     statistics = heads * rows * STATISTICS[batch.device]
     if not batch.fused_attention:
         scores = batch.micro_batch * heads * batch.own_sequence * batch.sequence * WRITTEN
@@ -55,9 +60,22 @@ def layer_activations(model: Model, batch: Batch, recompute: str) -> float:
     return float(kept * item + statistics)
 
 
+def _of_experts(model: Model, batch: Batch) -> int:
+    """Return the elements that a rank's experts keep: the rows they get, before and after activation, and those sent.
+
+    What comes back is kept for the gradients of the routing weights. Experts are equally loaded.
+    """
+    width = -(-model.expert_ffn // batch.etp) * (3 if model.gated else 2)
+    sent = batch.own_rows * model.top_k
+    return sent * batch.etp * (model.hidden + width) + sent * model.hidden
+
+
 def _activations(model: Model, batch: Batch, layout: Layout) -> list[float]:
     """Return, by rank, the bytes of all micro-batches in flight; one more layer runs again if layers are recomputed."""
-    whole, again = (layer_activations(model, batch, kind) for kind in ("none", layout.recompute))
+    kept = [
+        [layer_activations(model, batch, kind, sparse=sparse) for kind in ("none", layout.recompute)]
+        for sparse in (False, True)
+    ]
     stages = layout.pp * layout.virtual_stages
     in_flight: tuple[float, ...] = (1.0,)
     ranks: tuple[int, ...] = (0,)
@@ -66,12 +84,15 @@ def _activations(model: Model, batch: Batch, layout: Layout) -> list[float]:
         in_flight = live(name, layout.pp, stages, layout.micro_batches)
         ranks = stages_of(name, layout.pp, stages)
     result = [0.0] * layout.pp
-    for stage, layers in enumerate(spread(model.layers, stages)):
-        recomputed = min(layers, layout.recompute_layers or layers)
-        result[ranks[stage]] += recomputed * again + (layers - recomputed) * whole
-    held = [size * count for size, count in zip(result, in_flight, strict=True)]
-    if layout.recompute != "none":
-        held = [size + whole - again for size in held]
+    running = [0.0] * layout.pp  # the layer that runs again, whole
+    for stage, counts in enumerate(layers_of_stages(model, stages)):
+        left = layout.recompute_layers or sum(counts)
+        for layers, (whole, again) in zip(counts, kept, strict=True):
+            recomputed = min(layers, left)
+            left -= recomputed
+            result[ranks[stage]] += recomputed * again + (layers - recomputed) * whole
+            running[ranks[stage]] = max(running[ranks[stage]], (whole - again) * (recomputed > 0))
+    held = [size * count + more for size, count, more in zip(result, in_flight, running, strict=True)]
     held[-1] += _logits(model, batch)
     return held
 
@@ -82,6 +103,8 @@ def _logits(model: Model, batch: Batch) -> float:
 
 
 def _working(model: Model, batch: Batch) -> float:
-    """Return the bytes of the gradients of the MLP's widest tensors, while its backward runs."""
+    """Return the bytes of the gradients of the MLP's widest tensors, or of the experts', while its backward runs."""
     width = -(-model.ffn // batch.tp) * (3 if model.gated else 2) + model.hidden
-    return float(batch.rows * width * batch.dtype.itemsize)
+    dense = 0 if model.experts and not model.dense_layers else batch.rows * width
+    sparse = _of_experts(model, batch) if model.experts else 0
+    return float(max(dense, sparse) * batch.dtype.itemsize)

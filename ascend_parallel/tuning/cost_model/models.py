@@ -19,6 +19,7 @@ from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.choices import column_operators, row_operators
 from ascend_parallel.text import file_text
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, parse_toml, require
+from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of
 
 COLUMN, ROW = "column", "row"
 MOST = 1 << 40
@@ -32,6 +33,13 @@ class Model:
     q_rank, kv_rank, rotary_dim
         Latent attention (DeepSeek): lengths of the vectors that queries, and keys and values, are projected from.
         All are 0 for usual attention.
+    experts, top_k, expert_ffn
+        A mixture of experts: the routed experts of a layer, how many of them a token passes, and their width (0: ffn).
+        experts is 0 for a dense model.
+    shared_ffn
+        The width of the expert that every token passes beside them; 0: none.
+    dense_layers
+        The first layers, which have an MLP of width ffn in place of experts.
     """
 
     name: str
@@ -48,6 +56,11 @@ class Model:
     q_rank: int = 0
     kv_rank: int = 0
     rotary_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
     positions: int = 0
     sequence: int = 0
     gated: bool = False
@@ -71,6 +84,27 @@ class Model:
         for name, value in (defaults | {"value_dim": self.head_dim or defaults["head_dim"]}).items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
+        if self.experts and not self.expert_ffn:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Refuse numbers that no mixture of experts has."""
+        most_dense = self.layers - 1 if self.experts else 0
+        for name, least, most in (
+            ("top_k", min(1, self.experts), self.experts),
+            ("expert_ffn", 0, MOST if self.experts else 0),
+            ("shared_ffn", 0, MOST if self.experts else 0),
+            ("dense_layers", 0, most_dense),
+        ):
+            value = getattr(self, name)
+            expected = f"a whole number from {least} to {most}, with {self.experts} experts in {self.layers} layers"
+            require(f"model {self.name}: {name}", value, least <= value <= most, expected)
+
+    @property
+    def sparse_layers(self) -> int:
+        """The layers with experts, which follow the dense ones."""
+        return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def latent(self) -> bool:
@@ -87,22 +121,48 @@ class Model:
             return down + up + out
         return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim + out
 
-    def layer_weights(self) -> int:
-        """Return the number of weights of one layer, with biases and norms."""
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
+    def dense_weights(self) -> int:
+        """Return the number of weights of a layer with an MLP, with biases and norms."""
+        biases = self.ffn if self.bias else 0
+        return self._weights_around_mlp() + self._mlp_weights(self.ffn) + biases
+
+    def sparse_weights(self) -> int:
+        """Return the number of weights of a layer with experts, without the routed experts' own."""
+        return self._weights_around_mlp() + self.hidden * self.experts + self._mlp_weights(self.shared_ffn)
+
+    def expert_weights(self) -> int:
+        """Return the number of weights of a routed expert."""
+        return self._mlp_weights(self.expert_ffn)
+
+    def _mlp_weights(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * width
+
+    def _weights_around_mlp(self) -> int:
         norms = 2 * self.hidden * (2 if self.bias else 1)
-        biases = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn if self.bias else 0
-        return self.attention_weights() + mlp + norms + biases
+        biases = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden if self.bias else 0
+        return self.attention_weights() + norms + biases
 
     def macs_per_token(self, sequence: int) -> float:
         """Return the multiply-adds of a token's forward: each weight of a matmul once, and all scores of attention."""
         scores = sequence * self.heads * (self.head_dim + self.value_dim)
-        return self.layers * (self.layer_weights() + scores) + self.vocab * self.hidden
+        return self._layers_weights(self.top_k) + self.layers * scores + self.vocab * self.hidden
 
     def count_parameters(self) -> int:
         """Return the number of weights of the whole model."""
+        return self._count(self.experts)
+
+    def count_active(self) -> int:
+        """Return the number of weights of which a token's forward reads: with `top_k` experts of each layer."""
+        return self._count(self.top_k)
+
+    def _count(self, experts: int) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
-        return embeddings + self.layers * self.layer_weights() + self.hidden
+        return embeddings + self._layers_weights(experts) + self.hidden
+
+    def _layers_weights(self, experts: int) -> int:
+        """Return the number of weights of all layers, with `experts` experts in those that have any."""
+        dense = (self.layers - self.sparse_layers) * self.dense_weights()
+        return dense + self.sparse_layers * (self.sparse_weights() + experts * self.expert_weights())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +200,8 @@ class Batch:
 
     cp
         Ranks that share each sequence (context parallel); the linear layers see `sequence / cp` of it.
+    ep, etp
+        Ranks that share the experts of each layer (expert parallel), and ranks that share each expert's width.
     fused_attention
         False: attention writes its scores to memory.
     """
@@ -151,11 +213,13 @@ class Batch:
     dtype: torch.dtype = torch.bfloat16
     device: str = "npu"
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
     fused_attention: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values below 1."""
-        for option in ("sequence", "micro_batch", "tp", "cp"):
+        for option in ("sequence", "micro_batch", "tp", "cp", "ep", "etp"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
 
     @property
@@ -174,15 +238,16 @@ class Batch:
         return self.rows // self.tp if self.sequence_parallel else self.rows
 
 
-def layer_linears(model: Model, batch: Batch) -> list[Linear]:
+def layer_linears(model: Model, batch: Batch, *, sparse: bool | None = None) -> list[Linear]:
     """Return the tensor-parallel linear layers of one transformer layer, in the order of forward.
+
+    sparse: of a layer with experts: a shared expert stands in the MLP's place. None: of the model's last layers.
 
     Heads and widths that the ranks do not divide are rounded up: the rank with the most work sets the pace.
     """
     linear = partial(_linear, batch)
     heads = -(-model.heads // batch.tp)
     kv_heads = -(-model.kv_heads // batch.tp)
-    ffn = -(-model.ffn // batch.tp)
     if model.latent:
         keys = model.head_dim - model.rotary_dim
         attention = [
@@ -191,12 +256,13 @@ def layer_linears(model: Model, batch: Batch) -> list[Linear]:
         ]
     else:
         attention = [linear("qkv", COLUMN, model.hidden, (heads + 2 * kv_heads) * model.head_dim)]
-    return [
-        *attention,
-        linear("proj", ROW, heads * model.value_dim, model.hidden),
+    width = model.shared_ffn if (model.sparse_layers > 0 if sparse is None else sparse) else model.ffn
+    ffn = -(-width // batch.tp)
+    mlp = [
         linear("up", COLUMN, model.hidden, ffn * (2 if model.gated else 1)),
         linear("down", ROW, ffn, model.hidden),
     ]
+    return [*attention, linear("proj", ROW, heads * model.value_dim, model.hidden), *(mlp if width else [])]
 
 
 def head_linear(model: Model, batch: Batch) -> Linear:
@@ -226,11 +292,14 @@ def find_model(name: str) -> Model:
 
 
 def read_model(path: Path) -> Model:
-    """Read a user's model: a TOML file with the keys of `Model`, such as layers, hidden, ffn, heads and vocab."""
+    """Read a user's model: a TOML file with the keys of `Model`, or a config.json of transformers."""
     try:
         text = file_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanningError(f"--model-file {path} cannot be read: {error}") from error
+    if path.suffix == ".json":
+        place = f"--model-file {path}"
+        return _model(path.parent.name if path.stem == "config" else path.stem, dimensions_of(text, place), place)
     return _model(path.stem, parse_toml(text, f"--model-file {path}"), f"--model-file {path}")
 
 

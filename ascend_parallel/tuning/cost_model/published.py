@@ -75,6 +75,8 @@ class Assumptions:
     dtype: torch.dtype
     tp: int = PUBLISHED_TP
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
     sequence: int | None = None
     micro_batch: int | None = None
     sequence_parallel: bool | None = None
@@ -103,6 +105,8 @@ class Assumptions:
             dtype=self.dtype,
             device=self.hardware.device,
             cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
         )
 
     def grid(self, batch: Batch) -> Iterator[Batch]:

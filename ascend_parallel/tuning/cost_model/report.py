@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ascend_parallel.ops.problem import EXPERT_EXCHANGE
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
@@ -69,12 +70,15 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
     return {
         "model": model.name,
         "parameters": model.count_parameters(),
+        "active_parameters": model.count_active(),
         "hardware": hardware.name,
         "link_bits_per_second": hardware.link.rate if hardware.link else None,
         "tp": batch.tp,
         "dp": layout.dp,
         "pp": layout.pp,
         "cp": batch.cp,
+        "ep": batch.ep,
+        "etp": batch.etp,
         "ranks": batch.tp * batch.cp * layout.dp * layout.pp,
         "virtual_stages": layout.virtual_stages,
         "zero": layout.zero,
@@ -86,7 +90,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "dtype": str(batch.dtype).removeprefix("torch."),
         "assumed": assumed,
         "rounded_up": uneven_splits(model, batch),
-        "calls": [_call(part) for part in calls],
+        "calls": [*map(_call, calls), *_expert_calls(layer)],
         "layer": _layer(layer, layout),
         "step": _steps(costs, model, batch, layout),
         "verdict": _verdict(costs, model, batch, layout),
@@ -98,9 +102,9 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     """Print a prediction as tables."""
     mode = "sequence parallel" if prediction["sequence_parallel"] else "all-reduce"
     console.print(
-        f"{prediction['model']} ({prediction['parameters'] / 1e9:.1f}B) on {prediction['hardware']}, "
+        f"{prediction['model']} ({_sizes(prediction)}) on {prediction['hardware']}, "
         f"TP {prediction['tp']} x CP {prediction['cp']} x DP {prediction['dp']} x PP {prediction['pp']} = "
-        f"{prediction['ranks']} ranks, {mode}, "
+        f"{prediction['ranks']} ranks, {_experts(prediction)}{mode}, "
         f"sequence {prediction['sequence']}, micro-batch {prediction['micro_batch']}, {prediction['dtype']}, "
         f"recompute {prediction['recompute']}",
         markup=False,
@@ -112,6 +116,19 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     console.print(LEGEND, markup=False)
     for words in summary(prediction):
         console.print(words, markup=False)
+
+
+def _sizes(prediction: dict[str, Any]) -> str:
+    total, active = (f"{prediction[name] / 1e9:.1f}B" for name in ("parameters", "active_parameters"))
+    return total if prediction["active_parameters"] == prediction["parameters"] else f"{total}, {active} active"
+
+
+def _experts(prediction: dict[str, Any]) -> str:
+    """Return the degrees of experts in words; "": the model has none."""
+    if prediction["active_parameters"] == prediction["parameters"]:
+        return ""
+    width = f", width over {prediction['etp']}" if prediction["etp"] > 1 else ""
+    return f"experts over EP {prediction['ep']}{width}, "
 
 
 def summary(prediction: dict[str, Any]) -> list[str]:
@@ -172,6 +189,39 @@ def _call(part: LinearPass) -> dict[str, Any]:
         "bound": part.bound,
         "gain": gain(part.megatron, BEST.seconds(part)),
     }
+
+
+def _expert_calls(layer: TransformerLayerTime) -> list[dict[str, Any]]:
+    """Return the passes of a layer's experts as `_call` returns those of linear layers; m, k, n: an expert's up."""
+    experts = layer.experts
+    if experts is None:
+        return []
+    calls = []
+    for direction in (FORWARD, BACKWARD):
+        work, groups = experts.work(direction), experts.best_groups(direction)
+        serial, best, bound = (experts.seconds(direction, schedule, 0.0) for schedule in (MEGATRON, BEST, BOUND))
+        calls.append(
+            {
+                "layer": f"experts, {experts.experts} a rank",
+                "pass": direction,
+                "operator": EXPERT_EXCHANGE,
+                "m": experts.expert_rows,
+                "k": layer.model.hidden,
+                "n": experts.width,
+                "rows": None,
+                "computation": work.compute,
+                "communication": experts.all_to_alls,
+                "in_turn": serial,
+                "serial": serial,
+                "equal_sizes": None,
+                "equal": None,
+                "sizes": list(groups) if groups else None,
+                "best": best,
+                "bound": bound,
+                "gain": gain(serial, best),
+            }
+        )
+    return calls
 
 
 def _layer(layer: TransformerLayerTime, layout: Layout) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -110,30 +111,30 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     stages = layout.pp * layout.virtual_stages
     most = model.layers if layout.virtual_stages == 1 else model.layers + 2  # the ends may stand alone
     require("--pp", stages, stages <= most, f"at most the {model.layers} layers of {model.name}")
+    check_experts(model, batch, layout)
     passes = _Passes(costs, model, batch, layout, schedule)
-    work = [passes.stage(stage, layers) for stage, layers in enumerate(spread(model.layers, stages))]
-    weights = stage_parameters(model, batch, layout)
-    replicas = batch.cp * layout.dp
-    line = np.arange(batch.tp * replicas).reshape(replicas, batch.tp).T
-    inside = ranks_in_domain(line, costs.hardware.collectives.domain)
-    item = batch.dtype.itemsize
+    work = [passes.stage(stage, *layers) for stage, layers in enumerate(layers_of_stages(model, stages))]
+    held, item = held_weights(model, batch, layout), batch.dtype.itemsize
 
-    def over_replicas(kind: str, size: float) -> float:
-        return costs.line(kind, size, replicas, inside)
+    def over_replicas(kind: str, itemsize: int) -> list[float]:
+        return [
+            sum(replicas.seconds(costs, kind, weights[rank] * itemsize) for weights, replicas in held)
+            for rank in range(layout.pp)
+        ]
 
     sums, gathers = [0.0] * layout.pp, [0.0] * layout.pp
     if layout.zero == 0:
-        sums = [over_replicas(ALL_REDUCE, size * WIDE) for size in weights]
+        sums = over_replicas(ALL_REDUCE, WIDE)
     elif layout.zero < len(ZERO_STAGES) - 1:
-        sums = [over_replicas(REDUCE_SCATTER, size * WIDE) for size in weights]
-        gathers = [over_replicas(GATHER, size * item) for size in weights]
-    own = 1 / replicas if layout.zero else 1.0
+        sums, gathers = over_replicas(REDUCE_SCATTER, WIDE), over_replicas(GATHER, item)
     updated = clipped_bytes() + adam_bytes(item)
-    bucket = max(BUCKET, BUCKET_PER_REPLICA * replicas)
+    # The update of a rank's part, and zeros into its gradients for the next step.
+    touched = [updated / (replicas.count if layout.zero else 1) + WIDE for _, replicas in held]
     hop = 0.0
     if layout.pp > 1:
         size = batch.own_rows * model.hidden * item
-        hop = costs.send(size, inside=batch.tp * replicas * layout.pp <= costs.hardware.collectives.domain)
+        ranks = batch.tp * batch.cp * layout.dp * layout.pp
+        hop = costs.send(size, inside=ranks <= costs.hardware.collectives.domain)
     return StepWork(
         schedule=layout.schedule,
         micro_batches=layout.micro_batches,
@@ -141,19 +142,80 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
         backward=[backward for _, backward in work],
         send=hop,
         sums=sums,
-        buckets=[ceil(size / bucket) for size in weights],
+        buckets=[sum(ceil(weights[rank] / replicas.bucket) for weights, replicas in held) for rank in range(layout.pp)],
         under_backward=layout.overlap_gradients,
         gathers=gathers,
-        # The update of a rank's part, and zeros into its gradients for the next step.
-        optimizer=[costs.stream(size * (own * updated + WIDE)) for size in weights],
+        optimizer=[
+            costs.stream(sum(weights[rank] * moved for (weights, _), moved in zip(held, touched, strict=True)))
+            for rank in range(layout.pp)
+        ],
     )
 
 
-def stage_parameters(model: Model, batch: Batch, layout: Layout) -> list[float]:
-    """Return the parameters of each rank of a pipeline: its layers, and the embedding or the logits' weights."""
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same weights: `count` of them, `stride` ranks apart."""
+
+    count: int
+    stride: int
+
+    def seconds(self, costs: CostModel, kind: str, size: float) -> float:
+        """Return the seconds of a collective over them."""
+        line = np.arange(self.stride * self.count).reshape(self.count, self.stride).T
+        return costs.line(kind, size, self.count, ranks_in_domain(line, costs.hardware.collectives.domain))
+
+    @property
+    def bucket(self) -> int:
+        """Parameters of a bucket of gradients."""
+        return max(BUCKET, BUCKET_PER_REPLICA * self.count)
+
+
+def check_experts(model: Model, batch: Batch, layout: Layout) -> None:
+    """Refuse degrees that do not divide the experts, or the ranks that may share them."""
+    ranks = batch.tp * batch.cp * layout.dp
+    if not model.experts:
+        require("--ep", batch.ep, batch.ep == 1, f"1: {model.name} has no experts")
+        require("--etp", batch.etp, batch.etp == 1, f"1: {model.name} has no experts")
+        return
+    given = f"tp x cp x dp = {ranks} ranks"
+    require("--ep", batch.ep, model.experts % batch.ep == 0, f"a divisor of the {model.experts} experts")
+    require("--ep", batch.ep, ranks % (batch.ep * batch.etp) == 0, f"a number whose product with --etp divides {given}")
+    require("--etp", batch.etp, model.expert_ffn % batch.etp == 0, f"a divisor of the width {model.expert_ffn}")
+    alike = batch.tp == 1 or batch.sequence_parallel
+    require("--no-sequence-parallel", "true", alike, "it with --tp 1: else ranks would send the same rows to experts")
+
+
+def held_weights(model: Model, batch: Batch, layout: Layout) -> tuple[tuple[list[float], Replicas], ...]:
+    """Return the weights of each rank of a pipeline with their replicas: those of experts, and all others.
+
+    Tensor-, context- and data-parallel ranks share the experts (Megatron-core's order: experts' widths, experts, their
+    replicas); the others are whole on each context- and data-parallel rank.
+    """
+    apart = batch.ep * batch.etp
+    return (
+        (stage_parameters(model, batch, layout), Replicas(batch.cp * layout.dp, batch.tp)),
+        (stage_experts(model, batch, layout), Replicas(batch.tp * batch.cp * layout.dp // apart, apart)),
+    )
+
+
+def stage_experts(model: Model, batch: Batch, layout: Layout) -> list[float]:
+    """Return the parameters of routed experts of each rank of a pipeline."""
+    own = model.experts * model.expert_weights() / (batch.ep * batch.etp)
     result = [0.0] * layout.pp
-    for stage, layers in enumerate(spread(model.layers, layout.pp * layout.virtual_stages)):
-        result[stage % layout.pp] += layers * model.layer_weights() / batch.tp
+    for stage, (_, sparse) in enumerate(layers_of_stages(model, layout.pp * layout.virtual_stages)):
+        result[stage % layout.pp] += sparse * own
+    return result
+
+
+def stage_parameters(model: Model, batch: Batch, layout: Layout) -> list[float]:
+    """Return the parameters of each rank of a pipeline: its layers, and the embedding or the logits' weights.
+
+    Without the weights of routed experts.
+    """
+    result = [0.0] * layout.pp
+    for stage, (dense, sparse) in enumerate(layers_of_stages(model, layout.pp * layout.virtual_stages)):
+        weights = dense * model.dense_weights() + sparse * model.sparse_weights()
+        result[stage % layout.pp] += weights / batch.tp
     ends = model.vocab * model.hidden / batch.tp
     result[0] += ends + model.positions * model.hidden
     result[-1] += ends if not model.tied or layout.pp > 1 else 0.0
@@ -166,22 +228,32 @@ class _Passes:
     def __init__(self, costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> None:
         self._costs, self._model, self._batch, self._layout = costs, model, batch, layout
         self._last = layout.pp * layout.virtual_stages - 1
-        layer, self._ends = parts_of(costs, model, batch)
-        self._forward, self._backward = layer.forward(schedule), layer.backward(schedule)
-        self._again = layer.recomputed(schedule, layout.recompute)
+        (dense, sparse), self._ends = layers_of(costs, model, batch), ends_of(costs, model, batch)
+        self._times = [
+            (layer.forward(schedule), layer.backward(schedule), layer.recomputed(schedule, layout.recompute))
+            for layer in (dense, sparse)
+        ]
+        held, of_expert = held_weights(model, batch, layout), model.experts * model.expert_weights()
+        own = of_expert / (batch.ep * batch.etp)
+        # By kind of layer: the rank's weights, with the ranks that hold them too.
+        self._weights = [
+            [(model.dense_weights() / batch.tp, held[0][1])],
+            [(model.sparse_weights() / batch.tp, held[0][1]), (own, held[1][1])],
+        ]
         self._logits = self._ends.seconds(schedule)
         fused = batch.device in FUSED_ACCUMULATION
         self._accumulated = 0 if fused or layout.zero == 3 else accumulated_bytes(batch.dtype.itemsize)
 
-    def stage(self, stage: int, layers: int) -> tuple[float, float]:
+    def stage(self, stage: int, dense: int, sparse: int) -> tuple[float, float]:
         """Return the seconds of forward and backward of a micro-batch."""
-        again = self._again * min(layers, self._layout.recompute_layers or layers)
-        weights = layers * self._model.layer_weights() / self._batch.tp
-        forward, backward = layers * self._forward, layers * self._backward + again
-        if self._layout.zero == 3 and self._layout.dp > 1:
-            gather, scatter = self._weights(GATHER), self._weights(REDUCE_SCATTER)
-            forward = gathered_pass(layers, self._forward, gather)
-            backward = gathered_pass(layers, self._backward + again / max(layers, 1), gather, scatter)
+        forward = backward = weights = 0.0
+        recomputed = self._layout.recompute_layers or dense + sparse
+        for layers, times, held in zip((dense, sparse), self._times, self._weights, strict=True):
+            again = times[2] * min(layers, recomputed)
+            recomputed -= min(layers, recomputed)
+            weights += layers * sum(size for size, _ in held)
+            passes = self._layers(layers, times[0], times[1], again, held) if layers else (0.0, 0.0)
+            forward, backward = forward + passes[0], backward + passes[1]
         for ends, logits in ((stage == 0, False), (stage == self._last, True)):
             if ends:
                 weights += self._model.vocab * self._model.hidden / self._batch.tp
@@ -189,18 +261,48 @@ class _Passes:
                 backward += self._logits[1] if logits else self._ends.embedding
         return forward, backward + self._costs.stream(weights * self._accumulated)
 
-    def _weights(self, kind: str) -> float:
-        """Return the seconds of a collective on a layer's weights over the replicas."""
-        tp, dp, size = self._batch.tp, self._layout.dp * self._batch.cp, self._model.layer_weights()
-        line = np.arange(tp * dp).reshape(dp, tp).T
-        inside = ranks_in_domain(line, self._costs.hardware.collectives.domain)
-        return self._costs.line(kind, size / tp * self._batch.dtype.itemsize, dp, inside)
+    def _layers(
+        self, layers: int, forward: float, backward: float, again: float, held: Sequence[tuple[float, Replicas]]
+    ) -> tuple[float, float]:
+        """Return the seconds of equal layers; with ZeRO 3 each layer's weights are gathered one layer ahead."""
+        if self._layout.zero < 3 or self._layout.dp == 1:
+            return layers * forward, layers * backward + again
+
+        def over_replicas(kind: str) -> float:
+            item = self._batch.dtype.itemsize
+            return sum(replicas.seconds(self._costs, kind, size * item) for size, replicas in held)
+
+        gather, scatter = over_replicas(GATHER), over_replicas(REDUCE_SCATTER)
+        ahead = gathered_pass(layers, forward, gather)
+        return ahead, gathered_pass(layers, backward + again / layers, gather, scatter)
 
 
 @lru_cache(maxsize=16)
+def layers_of(costs: CostModel, model: Model, batch: Batch) -> tuple[TransformerLayerTime, TransformerLayerTime]:
+    """Return a layer with an MLP and one with experts, or two with an MLP; cached, with their best chunk sizes."""
+    dense = TransformerLayerTime(costs, model, batch)
+    return dense, TransformerLayerTime(costs, model, batch, sparse=True) if model.experts else dense
+
+
+@lru_cache(maxsize=16)
+def ends_of(costs: CostModel, model: Model, batch: Batch) -> EmbeddingAndLogitsTime:
+    """Return the ends; cached, because they cache their best chunk sizes."""
+    return EmbeddingAndLogitsTime(costs, model, batch)
+
+
 def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[TransformerLayerTime, EmbeddingAndLogitsTime]:
-    """Return a layer and the ends; cached, because they cache their best chunk sizes."""
-    return TransformerLayerTime(costs, model, batch), EmbeddingAndLogitsTime(costs, model, batch)
+    """Return the last kind of layer and the ends."""
+    return layers_of(costs, model, batch)[1], ends_of(costs, model, batch)
+
+
+def layers_of_stages(model: Model, stages: int) -> list[tuple[int, int]]:
+    """Return the number of dense layers and of layers with experts of each stage; the dense ones are the first."""
+    dense, result = model.layers - model.sparse_layers, []
+    for layers in spread(model.layers, stages):
+        own = min(dense, layers)
+        dense -= own
+        result.append((own, layers - own))
+    return result
 
 
 def spread(layers: int, stages: int) -> list[int]:

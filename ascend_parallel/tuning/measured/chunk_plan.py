@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_REDUCE, OPERATORS, Problem
+from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
@@ -49,14 +49,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest measured chunk sizes of one operator in one pass of a layer.
+    """The fastest measured chunk sizes of one operator in one pass of a layer, or groups of a layer of experts.
 
     m, k, n
         The matmul as in `Problem`.
     sizes
-        Rows of each chunk; a single size means that one chunk was fastest.
+        Rows of each chunk; a single size means that one chunk was fastest. Of an expert_exchange: experts of each
+        group; a single size means that the framework's own layer was.
     serial, chosen
-        Median seconds of the pass on the slowest rank, with one chunk and with `sizes`.
+        Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an expert_exchange, whose
+        run is "forward": of forward and backward.
     """
 
     run: str
@@ -72,8 +74,22 @@ class Entry:
     @classmethod
     def of(cls, operator: LayerOperator, dtype: torch.dtype, sizes: Sizes, serial: float, chosen: float) -> Entry:
         """Make the entry of one operator of a layer."""
-        name = str(dtype).removeprefix("torch.")
-        return cls(**vars(operator), dtype=name, sizes=sizes, serial=serial, chosen=chosen)
+        return cls(**vars(operator), dtype=_name(dtype), sizes=sizes, serial=serial, chosen=chosen)
+
+    @classmethod
+    def of_experts(cls, problem: Problem, sizes: Sizes, serial: float, chosen: float) -> Entry:
+        """Make the entry of an exchange with experts."""
+        return cls(
+            run="forward",
+            operator=problem.operator,
+            m=problem.m,
+            k=problem.k,
+            n=problem.n,
+            dtype=_name(problem.dtype),
+            sizes=sizes,
+            serial=serial,
+            chosen=chosen,
+        )
 
     @property
     def key(self) -> Key:
@@ -102,19 +118,26 @@ class Plan:
                 f"the plan was measured on {self.machine.ranks} ranks and does not fit a group of {problem.ranks}: "
                 "measure a plan for this group with COC_TUNE, or unset COC_PLAN"
             )
-        dtype = str(problem.dtype).removeprefix("torch.")
-        entry = self._by_key.get((self.run, problem.operator, problem.m, problem.k, problem.n, dtype))
+        entry = self.entry_of_problem(problem)
         if entry is None or sum(entry.sizes) != problem.rows:
             return None
+        if problem.operator == EXPERT_EXCHANGE and len(entry.sizes) == 1:
+            return entry.sizes, "plan: one group, because the framework's own layer was as fast"
         if len(entry.sizes) == 1:
             return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
+        if problem.operator == EXPERT_EXCHANGE:
+            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than the framework's own layer"
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
+
+    def entry_of_problem(self, problem: Problem) -> Entry | None:
+        """Return the entry of a call, or None."""
+        shape = problem.operator, problem.m, problem.k, problem.n
+        return self._by_key.get((self.run, *shape, _name(problem.dtype)))
 
     def entry_of(self, operator: LayerOperator, dtype: torch.dtype) -> Entry | None:
         """Return the entry for one operator of a layer, or None."""
-        name = str(dtype).removeprefix("torch.")
-        return self._by_key.get((operator.run, operator.operator, operator.m, operator.k, operator.n, name))
+        return self._by_key.get((operator.run, operator.operator, operator.m, operator.k, operator.n, _name(dtype)))
 
     def __hash__(self) -> int:
         """Return the cached hash: every call of a layer looks up settings that hold a plan."""
@@ -223,12 +246,19 @@ def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
     positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
     timed = all(isinstance(value, float) and 0 < value < math.inf for value in (entry.serial, entry.chosen))
-    cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % ROW_TILE == 0 for size in entry.sizes[:-1])
-    known = entry.run in PASSES and entry.operator in OPERATORS and isinstance(entry.dtype, str)
-    shared = 1 if entry.operator == ALL_REDUCE else ranks
+    experts = entry.operator == EXPERT_EXCHANGE
+    tile = 1 if experts else ROW_TILE
+    cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % tile == 0 for size in entry.sizes[:-1])
+    known = entry.operator in OPERATORS and entry.run in PASSES and isinstance(entry.dtype, str)
+    known = known or (experts and entry.run == "forward" and entry.k == entry.n and isinstance(entry.dtype, str))
+    shared = 1 if experts or entry.operator == ALL_REDUCE else ranks
     if not (known and positive and timed and cut and sum(entry.sizes) * shared == entry.m):
         raise ValueError(f"entry {index} is {shown(dict(raw))}")
     return entry
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _words(error: Exception) -> str:

@@ -1,17 +1,18 @@
-"""COC_PARALLEL_NUM=auto for experts: in how many groups an exchange runs, measured at its first call.
+"""COC_PARALLEL_NUM=auto and COC_TUNE for experts: in how many groups an exchange runs, measured at its first call.
 
-The caller's own rows and experts run some times in each number of groups, forward and backward, on copies that leave no
-trace. The ranks exchange their times and take the same number; bits do not depend on it. Where groups gain nothing the
-framework's own layer runs.
+The caller's own rows and experts run some times in each number of groups and in turn, as the framework's own layer runs
+them, forward and backward, on copies that leave no trace. The ranks exchange their times and take the same number; bits
+do not depend on it. Where groups gain nothing the framework's own layer runs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -20,69 +21,121 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
+from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.chunk_plan import Entry
+from ascend_parallel.tuning.measured.pass_times import Times
+from ascend_parallel.tuning.measured.tuner import FIRST_ROUNDS, ROUNDS, Tuner, decide
 
 log = logging.getLogger("ascend_parallel")
 
-CANDIDATES = (1, 2, 4)
-ROUNDS = 3  # after one that warms up
-LEAST_GAIN = 0.02  # share of the time in one group that more groups must gain
+CANDIDATES = (2, 4)
+
+Run = Callable[[], object]
 
 
 class ExpertGroups:
-    """The measured numbers of groups of a run, by process group and problem."""
+    """The numbers of groups of a run, by process group and problem: measured, or known from a plan."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Measure if `settings` ask for it."""
-        self._settings = settings
+    def __init__(self, settings: Settings, tuner: Tuner | None = None) -> None:
+        """Measure if `settings` ask for it; `tuner` has the plans that are read and written."""
+        self._settings, self._tuner = settings, tuner
         self._measured: WeakKeyDictionary[dist.ProcessGroup, dict[Problem, Settings]] = WeakKeyDictionary()
 
     def keeps_original(self, problem: Problem, group: dist.ProcessGroup) -> bool:
-        """Tell whether the framework's own layer was measured to be as fast."""
+        """Tell whether the framework's own layer was measured to be as fast, in this run or for its plan (COC_PLAN)."""
+        if self._settings.plan is not None:
+            planned = self._settings.plan.find(problem)
+            return planned is not None and len(planned[0]) == 1
         measured = self._measured.get(group, {}).get(problem)
         return measured is not None and not measured.enabled
 
     def settings_for(
-        self, problem: Problem, group: dist.ProcessGroup, run: Callable[[Settings], object], device: torch.device
+        self,
+        problem: Problem,
+        group: dist.ProcessGroup,
+        run: Callable[[Settings], object],
+        in_turn: Run,
+        device: torch.device,
     ) -> Settings:
         """Return the settings of an exchange; every rank of `group` calls this alike.
 
-        ``run(settings)`` computes a pass and leaves no trace. The settings are not enabled where the framework's own
-        layer is as fast.
+        ``run(settings)`` and ``in_turn()`` compute a pass, overlapped and as the framework does, and leave no trace.
+        The settings are not enabled where the framework's own layer is as fast.
         """
         settings = self._settings
         if not (settings.auto or settings.tune) or settings.fused or settings.effective_mode != 2:
             return settings
         measured = self._measured.setdefault(group, {})
         if problem not in measured:
-            measured[problem] = self._measure(problem, group, run, device)
+            entry = None if self._tuner is None else self._tuner.experts_entry(problem, group)
+            if entry is None and problem.rows > 1:
+                entry = self._measure(problem, group, run, in_turn, device)
+                if self._tuner is not None:
+                    self._tuner.keep(entry, group, problem.device)
+            groups = 1 if entry is None else len(entry.sizes)
+            measured[problem] = in_groups(settings, groups) if groups > 1 else replace(settings, mode=0)
         return measured[problem]
 
     def _measure(
-        self, problem: Problem, group: dist.ProcessGroup, run: Callable[[Settings], object], device: torch.device
-    ) -> Settings:
-        counts = [count for count in CANDIDATES if count <= problem.rows]
-        times: dict[int, list[float]] = {count: [] for count in counts}
-        for turn in range(1 + ROUNDS):
-            for count in counts if turn % 2 else counts[::-1]:
-                _finish(device)
-                begin = time.perf_counter()
-                run(in_groups(self._settings, count))
-                _finish(device)
-                if turn:
-                    times[count].append(time.perf_counter() - begin)
-        mine = {str(count): median(each) for count, each in times.items()}
-        by_rank = exchange(group, f"the measurement of {name_of(problem)}", mine, DisagreementError, topic="experts")
-        seconds = {count: max(float(each[str(count)]) for each in by_rank.values()) for count in counts}
-        best = min(counts, key=lambda count: seconds[count])
-        kept = best if seconds[best] < (1 - LEAST_GAIN) * seconds[1] else 1
+        self,
+        problem: Problem,
+        group: dist.ProcessGroup,
+        run: Callable[[Settings], object],
+        in_turn: Run,
+        device: torch.device,
+    ) -> Entry:
+        runs = {
+            sizes: partial(run, in_groups(self._settings, len(sizes)))
+            for sizes in (split_rows(problem.rows, count, 1) for count in CANDIDATES)
+        }
+        entry = fastest_groups(problem, group, runs, in_turn, device)
         if dist.get_rank() == 0:
-            figures = ", ".join(f"{1e3 * spent:.2f} ms in {count}" for count, spent in seconds.items())
-            what = f"{kept} groups" if kept > 1 else "the framework's own layer"
+            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else "the framework's own layer"
+            figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
             log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
-        return in_groups(self._settings, kept) if kept > 1 else replace(self._settings, mode=0)
+        return entry
+
+
+def fastest_groups(
+    problem: Problem, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], in_turn: Run, device: torch.device
+) -> Entry:
+    """Time the groups of `runs` beside the exchange in turn; return the groups that win round by round, or one.
+
+    An entry of one group stands for the framework's own layer. Every rank of `group` calls this alike.
+    """
+    whole = (problem.rows,)
+    times = _times(problem, group, {whole: in_turn, **runs}, FIRST_ROUNDS, device)
+    best = min(runs, key=lambda sizes: median(times[sizes]))
+    gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
+    if max(gains) > 0:  # three rounds that win by luck are no rarity among passes this long
+        more = _times(problem, group, {whole: in_turn, best: runs[best]}, ROUNDS - FIRST_ROUNDS, device)
+        times = {sizes: [*times[sizes], *more[sizes]] for sizes in more}
+    tuned = decide(times, whole, best)
+    return Entry.of_experts(problem, tuned.sizes, tuned.serial, tuned.chosen)
+
+
+def _times(
+    problem: Problem, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], rounds: int, device: torch.device
+) -> Times:
+    """Return the seconds of each round on the slowest rank; a first round warms up, and the order alternates."""
+    mine: dict[Sizes, list[float]] = {sizes: [] for sizes in runs}
+    for turn in range(1 + rounds):
+        for sizes in list(runs)[:: 1 if turn % 2 else -1]:
+            _finish(device)
+            begin = time.perf_counter()
+            runs[sizes]()
+            _finish(device)
+            if turn:
+                mine[sizes].append(time.perf_counter() - begin)
+    told = {str(len(sizes)): spent for sizes, spent in mine.items()}
+    by_rank = exchange(group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="experts")
+    return {
+        sizes: [max(map(float, spent)) for spent in zip(*(of[str(len(sizes))] for of in by_rank.values()), strict=True)]
+        for sizes in runs
+    }
 
 
 @contextmanager

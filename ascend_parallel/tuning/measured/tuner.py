@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
-from ascend_parallel.ops.problem import ALL_GATHER
+from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
@@ -139,6 +139,16 @@ class Tuner:
             original = not cut and _may_be_original(case, group)
             known[case, backward] = replace(self._unless_cut if original else self._settings, plan=plan)
         return known[case, backward]
+
+    def experts_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
+        """Return the entry of an exchange with experts, or None; every rank of `group` calls this alike."""
+        return self._plan(group, problem.device).entry_of_problem(problem)
+
+    def keep(self, entry: Entry, group: dist.ProcessGroup, device: str) -> None:
+        """Add an entry to the plan of `group`, and with COC_TUNE to the file."""
+        self._plans[group] = self._plan(group, device).with_entries((entry,))
+        if self._measure and group.rank() == 0:
+            self._save(self._plans[group])
 
     def _plan(self, group: dist.ProcessGroup, device: str) -> Plan:
         if group not in self._plans:

@@ -19,6 +19,8 @@ from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
 # What the rows call not expressible, and the model has.
 EXPRESSED = ("context parallelism",)
+# A mixture, which the model has if the row gives its experts.
+MIXTURE = "MoE"
 # MC2 fuses forward, and the row layer's backward; its column backward is Megatron-core's (MindSpeed,
 # core/tensor_parallel/mc2_feature). Its own tiling is not modelled: the best chunks stand for it.
 MC2 = Schedule(name="best", column_backward=False)
@@ -28,7 +30,8 @@ PASSES = 3
 
 def obstacle(run: PublishedRun) -> str:
     """Return why a run cannot be predicted; "": it can."""
-    if run.not_expressible and run.not_expressible not in EXPRESSED:
+    expressed = run.not_expressible in EXPRESSED or (run.not_expressible == MIXTURE and run.experts > 0)
+    if run.not_expressible and not expressed:
         return run.not_expressible
     if run.kind != "training" or run.metric not in STEP_METRICS:
         return "no training step"
@@ -57,6 +60,8 @@ def predict_run(run: PublishedRun) -> RunPrediction:
         dtype=DTYPES[run.dtype],
         device=hardware.device,
         cp=run.cp or 1,
+        ep=run.ep or 1,
+        etp=run.etp or 1,
         fused_attention=run.flash_attention is not False,
     )
     layout = Layout(

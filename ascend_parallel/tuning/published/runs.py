@@ -48,6 +48,10 @@ class PublishedRun:
         What the run has that the cost model cannot express; "": nothing.
     layers_per_virtual_stage
         Layers of one of a rank's several pipeline stages.
+    experts, top_k, shared_ffn
+        Of a mixture of experts, each as wide as `ffn`.
+    ep, etp
+        Ranks that share the experts of a layer, and the width of each.
     """
 
     id: str
@@ -82,6 +86,11 @@ class PublishedRun:
     pp: int = 0
     cp: int = 0
     dp: int = 0
+    experts: int = 0
+    top_k: int = 0
+    shared_ffn: int = 0
+    ep: int = 0
+    etp: int = 0
     virtual_stages: int = 0
     layers_per_virtual_stage: int = 0
     sequence_parallel: bool | None = None
@@ -154,6 +163,9 @@ class PublishedRun:
             head_dim=self.head_dim,
             vocab=vocab,
             sequence=self.sequence,
+            experts=self.experts,
+            top_k=self.top_k,
+            shared_ffn=self.shared_ffn,
             gated=self.gated,
             bias=not self.gated,
             positions=0 if rotary or self.position == "alibi" else self.sequence,

@@ -1,0 +1,158 @@
+"""The collectives of `column_linear` and `row_linear` around a matmul that the caller computes.
+
+A program may put a function of its own in place of a layer's matmul, on one rank alone: a monitor, a quantiser, a mode.
+The function gets and gives whole tensors, with gradients. Around it run the collectives of the overlapped layers, in
+their number, order and sizes, so that ranks without such a function go on as always. Nothing overlaps here.
+
+column  `enter` before the matmul: the identity, or with sequence parallelism the gather; backward sums dx
+row     `leave` after the matmul: the sum over ranks; with sequence parallelism backward gathers dy
+
+Fused kernels see whether their operands are alike on all ranks: there a function on one rank alone is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.operators import (
+    gather_as_matmul,
+    gathered_shape,
+    scattered_shape,
+    shaped,
+    start_gather_rows,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
+
+
+def enter_column(x: torch.Tensor, weight_shard_n: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+    """Return the whole input [..., K] of a column layer's matmul; its gradient is this rank's part of the sum.
+
+    x               [..., K], the same on every rank; with sequence parallelism [S / R, ..., K], this rank's rows
+    weight_shard_n  [N / R, K]: only shape, dtype and whether it requires a gradient count
+    """
+    x, weight, weight_grad = cast_by_autocast(x), cast_by_autocast(weight_shard_n), weight_shard_n.requires_grad
+    if x.requires_grad:  # else backward has to come here for the weight's sake
+        weight = weight.detach()
+    entered: torch.Tensor = _Enter.apply(x, weight, weight_grad, layer)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave_row(
+    product: torch.Tensor, x_shard_k: torch.Tensor, weight_shard_k: torch.Tensor, layer: ParallelLinear
+) -> torch.Tensor:
+    """Return the sum over ranks of a row layer's product [..., N]; with sequence parallelism this rank's rows of it.
+
+    x_shard_k       [..., K / R]: only shape, dtype and whether it requires a gradient count
+    weight_shard_k  [N, K / R]: the same
+    """
+    x, weight = cast_by_autocast(x_shard_k).detach(), cast_by_autocast(weight_shard_k).detach()
+    input_grad = x_shard_k.requires_grad
+    y: torch.Tensor = _Leave.apply(product.to(x.dtype), x, weight, input_grad, layer)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_grad: bool, layer: ParallelLinear
+    ) -> torch.Tensor:
+        """Return x, or its gathered rows."""
+        with in_forward(ctx, "column", x):
+            x = finished(x)
+            ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight.detach(), x.shape
+            gathers = layer.sequence_parallel and layer.settings.recompute_all_gather and weight_grad
+            ctx.save_for_backward(x if gathers else None)
+            if not layer.sequence_parallel:
+                return x.view_as(x)
+            layer.about_to_communicate()
+            group = layer.group
+            x_m = gather_as_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED, parts=layer.parts)
+            return shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
+
+    @staticmethod
+    @layer_backward("column")
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
+        """Return the sum of dx over ranks, or this rank's rows of it."""
+        layer, (kept,) = ctx.layer.in_column_backward, ctx.saved_tensors
+        if not (layer.sequence_parallel or layer.reduce_input_grad):
+            return dx, None, None, None
+        summed = _sum(layer, dx.contiguous(), kept, ctx.weight, ctx.needs_input_grad[0])
+        return None if summed is None else summed.view(ctx.shape), None, None, None
+
+
+def _sum(
+    layer: ParallelLinear, dx: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor, wanted: bool
+) -> torch.Tensor | None:
+    """Run the collectives of a column layer's backward, in the order of `column_sequence_backward`."""
+    group, settings = layer.group, layer.settings
+    dy = dx.new_empty(1).expand(*dx.shape[:-1], weight.shape[0])  # its shape counts
+    if not layer.sequence_parallel:
+        if not wanted:
+            return None
+        layer.about_to_communicate()
+        chosen = layer.settings_for(ALL_REDUCE, dy, weight)
+        return start_matmul_all_reduce(
+            dy, weight, group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
+        ).wait()
+    gathering: Pending | None = None
+    after = settings.order == "compute_first" and wanted
+    if kept is not None and not after:
+        gathering = start_gather_rows(kept, group, settings)
+    scattering: Pending | None = None
+    if wanted:
+        chosen = layer.settings_for(REDUCE_SCATTER, dy, weight)
+        scattering = start_matmul_reduce_scatter(
+            dy, weight, group, chosen, gathering, layout=ROW_MAJOR, parts=layer.parts, product=dx
+        )
+    if kept is not None and after:
+        gathering = start_gather_rows(kept, group, settings)
+    if gathering is not None:  # the other ranks' weight gradients need this rank's rows
+        gathering.wait()
+    return None if scattering is None else scattering.wait()
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        input_grad: bool,
+        layer: ParallelLinear,
+    ) -> torch.Tensor:
+        """Return the sum over ranks."""
+        ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight, product.shape
+        ctx.input_grad, ctx.dtype = input_grad, x.dtype
+        with in_forward(ctx, "row", product):
+            layer.about_to_communicate()
+            group, settings, w, rows = layer.group, layer.settings, weight.t(), finished(product).contiguous()
+            settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
+            start = start_matmul_reduce_scatter if layer.sequence_parallel else start_matmul_all_reduce
+            y_m = start(x, w, group, settings, layout=TRANSPOSED, parts=layer.parts, product=rows).wait()
+            if layer.sequence_parallel:
+                return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
+            return shaped(y_m, product.shape)
+
+    @staticmethod
+    @layer_backward("row")
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Return dy, with sequence parallelism gathered."""
+        layer, weight = ctx.layer.in_row_backward, ctx.weight
+        dy = finished(dy).to(ctx.dtype)
+        if not layer.sequence_parallel:
+            return dy, None, None, None, None
+        if ctx.input_grad:
+            rows = gather_as_matmul(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts)
+        else:
+            rows = start_gather_rows(dy, layer.group, layer.settings).wait()
+        return rows.view(ctx.shape), None, None, None, None

@@ -1,0 +1,61 @@
+"""The choice of groups of experts from measured rounds, on a clock that the test moves."""
+
+import pytest
+import torch
+
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.tuning.measured import expert_groups
+
+PROBLEM = Problem("expert_exchange", 4, 64, 64, torch.float32, "cpu", 2)
+WIN, LUCK = [0.8] * 7, [0.8, 0.8, 1.05, 0.8, 1.05, 0.8, 1.05]
+CASES = {  # the times of 7 rounds, in turn 1; how the experts are grouped
+    "two groups win": ({2: WIN, 4: [0.9] * 7}, (2, 2)),
+    "four groups win": ({2: [0.95] * 7, 4: WIN}, (1, 1, 1, 1)),
+    "too little is gained": ({2: [0.99] * 7, 4: [1.2] * 7}, (4,)),
+    "no round gains": ({2: [1.1] * 7, 4: [1.2] * 7}, (4,)),
+    "a lucky median": ({2: LUCK, 4: [1.2] * 7}, (4,)),
+}
+
+
+class Clock:
+    """Time that passes only inside of runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def taking(self, seconds):
+        """Return a run that takes the seconds in turn, with a slow one before the first three and before the rest."""
+        left = iter([5.0, *seconds[:3], 5.0, *seconds[3:]])
+
+        def run():
+            self.now += next(left)
+
+        return run
+
+
+def chosen(group, rounds, slow_rank):
+    """Return the entry's sizes and its time in turn; on the other rank groups are quick."""
+    clock, before = Clock(), expert_groups.time
+    own = group.rank() == slow_rank
+    runs = {
+        (4 // count,) * count: clock.taking([spent if own else 0.1 for spent in of_count])
+        for count, of_count in rounds.items()
+    }
+    expert_groups.time = clock
+    try:
+        entry = expert_groups.fastest_groups(PROBLEM, group, runs, clock.taking([1.0] * 7), torch.device("cpu"))
+    finally:
+        expert_groups.time = before
+    return entry.sizes, entry.serial, entry.operator
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_groups_have_to_win_round_by_round_on_the_slowest_rank(ranks, case, slow_rank):
+    rounds, expected = CASES[case]
+    for sizes, serial, operator in ranks(2).run(chosen, rounds, slow_rank):
+        assert (sizes, operator) == (expected, "expert_exchange")
+        assert serial == pytest.approx(1.0)
