@@ -224,6 +224,17 @@ def test_where_chunks_cost_more_than_they_hide_the_price_says_so():
     assert chunked.cost > plain.cost
 
 
+def test_a_setting_that_fits_only_some_options_is_no_error():
+    """Sizes that are given for one operator, or blocks that cannot be: the search looks at options that never run."""
+    with torch.device("meta"):
+        graph = trace(Gated(1024, 2048), (torch.zeros(8, 128, 1024),))
+    counted = propagate(graph, on(2), hardware="cpu-gloo", overlap=True, settings=CHUNKS)
+    given = Settings(num_chunks=4, customized_coc={(1024, 1024, 1024): (256, 256, 256, 256)}, strict=True)
+    for settings in (given, Settings(num_chunks=4, deterministic="tp")):
+        plan = propagate(graph, on(2), hardware="cpu-gloo", overlap=True, settings=settings)
+        assert plan.cost == pytest.approx(counted.cost, rel=1e-9)
+
+
 def test_the_settings_say_which_price_decides():
     """Without settings that ask for overlap, with overlap=False and with another objective collectives cost in full."""
     with torch.device("meta"):

@@ -19,6 +19,7 @@ SMALLEST = {
     "host_cost.py": ("--rounds", "1", "--calls", "1", "--chunks", "2", "4"),
     "host_time.py": ("--rounds", "1", "--blocks", "2"),
     "moe.py": ("--rounds", "3", "--case", "0"),
+    "plans.py": ("--rounds", "1", "--rivals", "1", "--cases", "MLP, 512 rows"),
     "region.py": ("--rounds", "1", "--shapes", "64,32", "--chunks", "2"),
     "region.py --graph": ("--rounds", "1", "--shapes", "256,128", "--chunks", "2"),
     "recompute.py": ("--rounds", "1", "--ranks", "1"),

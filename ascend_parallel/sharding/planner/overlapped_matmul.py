@@ -212,7 +212,7 @@ class ExposedCosts:
     def __init__(self, costs: MeshCosts, settings: Settings) -> None:
         """Take the costs of collectives, and the settings that choose the chunks."""
         self._models = [_line_model(line) if isinstance(line, FittedCosts) else None for line in costs.dims]
-        self._settings = replace(settings, strict=False)
+        self._settings = _for_prices(settings)
         self._backward = backward_settings(self._settings)
         self._column_backward = column_backward_settings(self._settings)
         self.passes = cache(self._passes)
@@ -262,6 +262,18 @@ class ExposedCosts:
         if choice.kernel in FUSED:
             return min(part.seconds(split_rows(problem.rows, count)) for count in range(1, MOST_CHUNKS + 1))
         return part.seconds(choice.sizes)
+
+
+def _for_prices(settings: Settings) -> Settings:
+    """Return settings that choose chunks for any option, also for those that no plan will have: none is an error.
+
+    Blocks of the same bits at every degree count as plain chunks, given sizes as so many.
+    """
+    counts = {shape: cut if isinstance(cut, int) else len(cut) for shape, cut in settings.customized_coc.items()}
+    blocks = settings.at_every_degree
+    return replace(
+        settings, strict=False, customized_coc=counts, deterministic=False if blocks else settings.deterministic
+    )
 
 
 @cache
