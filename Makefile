@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed \
-	upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
+	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
 	$(BIN)/python examples/gpt/compare.py $(ARGS)
@@ -94,6 +94,10 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 
 # Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the
 # tests import beside this environment goes on PYTHONPATH (docs/upstream.md).
+upstream-torch: $(VENV)/ready  ## torch's tests of tensor parallelism: give PYTORCH=<checkout of pytorch>
+	test -n "$(PYTORCH)"
+	$(BIN)/python tests/upstream/torch_tp.py $(PYTORCH) $(ARGS)
+
 upstream-transformers: $(VENV)/ready  ## transformers' tests of tensor-parallel models: give TRANSFORMERS=<checkout>
 	test -n "$(TRANSFORMERS)"
 	$(BIN)/python tests/upstream/transformers_tp.py $(TRANSFORMERS) $(ARGS)

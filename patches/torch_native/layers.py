@@ -6,6 +6,7 @@ DTensors, and runs torch's own where it does not cover the layer or the call, an
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class InstalledByStyle(Installed):
         """Return the reason why the module's own forward must run, or None."""
         if self.mesh.ndim > 1:
             return f"its style has a mesh of {self.mesh.ndim} dimensions"
+        if _simulated():
+            return "torch's LocalTensorMode simulates its ranks in one process"
         return super().left_alone(module)
 
     def uncovered_call(self, x: Any, own_input: bool) -> str | None:
@@ -71,6 +74,12 @@ class InstalledByStyle(Installed):
         """Tell whether a placement cuts the rows of x, in equal parts."""
         dim = sequence_dim(placement, x.ndim)
         return dim is not None and x.shape[dim] % self.group.size() == 0
+
+
+def _simulated() -> bool:
+    """Tell whether torch computes all ranks' parts in this process, where there is nothing to communicate."""
+    mode = getattr(sys.modules.get("torch.distributed._local_tensor"), "local_tensor_mode", None)
+    return mode is not None and mode() is not None
 
 
 def sequence_dim(placement: Any, ndim: int) -> int | None:

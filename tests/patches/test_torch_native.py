@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hugging_face import both, unequal, whole, worst
+from launch import launch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -308,3 +309,27 @@ def kept_whole(group, plan):
 @pytest.mark.parametrize("plan", ["plain", "sequence"])
 def test_what_tuning_keeps_whole_runs_as_torch_does(ranks, plan):
     assert ranks(2).run(kept_whole, plan) == [([], True)] * 2
+
+
+SIMULATED_RANKS = """
+import ascend_parallel, torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("fake", rank=0, world_size=2)
+mesh = dist.init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), torch.randn(256, 64)
+whole = model(x)
+with LocalTensorMode(2):
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    y = model(x)
+    print(torch.allclose((y + 0).reconcile(), whole, atol=1e-5))
+"""
+
+
+def test_ranks_that_torch_simulates_in_one_process_run_torchs_own_layers():
+    (done,) = launch(SIMULATED_RANKS, [{"COC_PARALLEL_NUM": "4"}])
+    assert done.stdout == "True\n", done.stderr
+    assert "torch's LocalTensorMode simulates its ranks in one process" in done.stderr
