@@ -162,12 +162,15 @@ def propagate(
 
 
 def overlap_settings(overlap: bool | None = None, settings: Settings | None = None) -> Settings | None:
-    """Return the settings by which a plan will run overlapped; None: it will not.
+    """Return the settings whose overlap the prices of a plan know; None: collectives cost their full time.
+
+    With COC_DETERMINISTIC=tp they do: a tree is slower than a sum after the matmul, which would have no tree.
 
     overlap: None: if the settings ask for overlap. settings: None: the current settings.
     """
     used = settings or current_settings()
-    return used if (used.effective_mode == 2 if overlap is None else overlap) else None
+    asked = used.effective_mode == 2 if overlap is None else overlap
+    return used if asked and not used.at_every_degree else None
 
 
 def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:
