@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -106,4 +107,4 @@ def test_programs_that_import_torchs_styles_on_the_way(imports):
         pytest.importorskip("transformers", reason="transformers is not installed")
     show = "import sys; print(sys.modules['ascend_parallel'].status().state)"
     done = python(f"import torch; {imports}; {show}", COC_PARALLEL_NUM="4")
-    assert "6 of 6 methods of torch" in done.stdout, done.stderr
+    assert re.search(r"(\d+) of \1 methods of torch", done.stdout), done.stderr
