@@ -1,7 +1,7 @@
 """Time the plan that the planner chooses and its rivals: how often is the choice the fastest?
 
     python benchmarks/plans.py --link 1gbit --ranks 2        a row for each model
-    python benchmarks/plans.py                               over the loopback
+    python benchmarks/plans.py                               over the loopback, priced as 10 Gbit/s
 
 For small models every combination of layouts of their weights and their residual stream is propagated. The distinct
 plans of least predicted time, by either price, run interleaved, forward and backward, with overlapped operators in

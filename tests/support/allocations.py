@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ascend_parallel.training import Strategy, train_step
+
 
 class _Watch(TorchDispatchMode):
     def __init__(self):
@@ -53,3 +55,16 @@ def alive_bytes(function):
     alive = watch.alive
     del result
     return alive
+
+
+def most_bytes_of_a_step(model, batch, tables):
+    """Return the most bytes of tensors in a strategy's second step: what it allocates, and what it had before."""
+    step = train_step(model, batch, torch.optim.Adam(model.parameters()), Strategy.from_dict(tables))
+    step(*batch)
+    states = [value for state in step.optimizer._inner.state.values() for value in state.values()]
+    kept = [*(parameter for module in step._runner.modules for parameter in module.parameters()), *states]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    with _Watch() as watch:
+        step(*batch)
+    step.close()
+    return sum(storages.values()) + watch.peak

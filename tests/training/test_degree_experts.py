@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from allocations import _Watch
+from allocations import most_bytes_of_a_step
 from brute_force_degrees import step_of_whole_plan
 
 from ascend_parallel.settings import Settings, current_settings
@@ -184,18 +184,9 @@ def test_degrees_train_as_one_card_does(ranks, mesh):
         assert max(held for _, held in found) == pytest.approx(2 * evaluation().memory(degrees).parameters, rel=1e-9)
 
 
-def most_bytes(group, tables):
-    """Return the most bytes of tensors in the second step: what the step allocates, and what it had before."""
+def most_bytes(_group, tables):
     model, batch = model_and_batch()
-    step = train_step(model.float(), batch, torch.optim.Adam(model.parameters()), Strategy.from_dict(tables))
-    step(*batch)
-    states = [value for state in step.optimizer._inner.state.values() for value in state.values()]
-    kept = [*(parameter for module in step._runner.modules for parameter in module.parameters()), *states]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    with _Watch() as watch:
-        step(*batch)
-    step.close()
-    return sum(storages.values()) + watch.peak
+    return most_bytes_of_a_step(model.float(), batch, tables)
 
 
 @pytest.mark.slow

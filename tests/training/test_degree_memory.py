@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from allocations import _Watch
+from allocations import most_bytes_of_a_step
 
 from ascend_parallel.settings import current_settings
-from ascend_parallel.training import Strategy, train_step
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.folding import fold
 from ascend_parallel.training.degrees.planning import Planner
@@ -51,18 +50,9 @@ def predicted(degrees):
     return Evaluation(hardware, Planner(folded, hardware, current_settings()), masters=False).memory(degrees)
 
 
-def most_bytes(group, tables):
-    """Return the most bytes of tensors in the second step: what the step allocates, and what it had before."""
+def most_bytes(_group, tables):
     model, batch = model_and_batch()
-    step = train_step(model, batch, torch.optim.Adam(model.parameters()), Strategy.from_dict(tables))
-    step(*batch)
-    states = [value for state in step.optimizer._inner.state.values() for value in state.values()]
-    kept = [*(parameter for module in step._runner.modules for parameter in module.parameters()), *states]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    with _Watch() as watch:
-        step(*batch)
-    step.close()
-    return sum(storages.values()) + watch.peak
+    return most_bytes_of_a_step(model, batch, tables)
 
 
 @pytest.mark.sample(1)
