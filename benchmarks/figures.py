@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from measuring import FOLDER, gain, run, table
+from moe import CASES
 
 from ascend_parallel.cli.report.sections import commit
 from ascend_parallel.tuning.bench.results import interval
@@ -64,7 +65,11 @@ PAGES = {
         ),
         heads=("", "原样", "掩盖", "95 %", "`COC_REGION=1`", "95 %", "测量"),
         place="{letter}：{machine}；{date}，提交 {commit}。",
-        labels={"with sequence parallelism": "开启序列并行"},
+        labels={
+            "with sequence parallelism": "开启序列并行",
+            "a layer of 8 experts and a shared one, 400 Mbit/s": "一层 8 个专家加共享专家，400 Mbit/s",
+            "a layer of 8 experts, 400 Mbit/s": "一层 8 个专家，400 Mbit/s",
+        },
     ),
 }
 
@@ -89,6 +94,11 @@ def _framework(name: str, label: str) -> Benchmark:
     return Benchmark(script="frameworks.py", options=options, rows={name: label})
 
 
+def _experts(number: int, rounds: int, label: str) -> Benchmark:
+    options = ("--link", "400mbit", "--rounds", str(rounds), "--case", str(number))
+    return Benchmark(script="moe.py", options=options, rows={str(CASES[number]): label})
+
+
 BENCHMARKS = {
     "gpt-768": _gpt(768, 7),
     "gpt-512": _gpt(512, 9),
@@ -96,6 +106,8 @@ BENCHMARKS = {
     "torch": _framework("torch", "torch, hidden 576"),
     "torch-sequence": _framework("torch, sequence parallel", "with sequence parallelism"),
     "deepspeed": _framework("deepspeed", "DeepSpeed AutoTP, Llama, hidden 576"),
+    "experts-shared": _experts(0, 15, "a layer of 8 experts and a shared one, 400 Mbit/s"),
+    "experts": _experts(1, 15, "a layer of 8 experts, 400 Mbit/s"),
 }
 
 

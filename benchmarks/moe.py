@@ -12,6 +12,7 @@ below which no schedule can come: T_comm is that of whole all-to-alls or of piec
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 from measuring import on_ranks, options_of, run, table
@@ -29,11 +30,11 @@ CASES = (
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = options_of(__doc__, rounds=9)
+    parser = options_of(__doc__, rounds=9, json=True)
     parser.add_argument("--case", type=int, choices=range(len(CASES)), help="one case alone; default: all")
     options = parser.parse_args()
     cases = CASES if options.case is None else CASES[options.case : options.case + 1]
-    lines = []
+    lines, seconds = [], {}
     for case in cases:
         found = on_ranks(
             "ascend_parallel.tuning.bench.experts:measure",
@@ -45,6 +46,7 @@ def main() -> None:
             rounds=options.rounds,
         )
         times = found["times"]
+        seconds[str(case)] = {"plain": times["serial"], **{str(count): times[f"{count} groups"] for count in GROUPS}}
         parts = parts_of(times)
         for figure in figures_of(times):
             first = figure.name == "serial"
@@ -55,6 +57,8 @@ def main() -> None:
             lines[-1].append(f"{figure.of_bound:.2f}")
     heads = ["layer", "T_comp", "T_comm", "ideal", "variant", "ms", "serial / own (95 %)", "ms / bound"]
     print(table(heads, lines))
+    if options.json is not None:
+        options.json.write_text(json.dumps(seconds) + "\n")
 
 
 if __name__ == "__main__":
