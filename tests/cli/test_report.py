@@ -76,15 +76,13 @@ def test_links_and_operators_under_torchrun_and_no_name_in_the_files(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_section_at_small_sizes(ranks, tmp_path):
-    if ranks == 3:
-        report, _, _ = launched(tmp_path, "--only", "links,bench", ranks=3)
-    else:
-        report, page, _ = launched(tmp_path)
-        step = report["sections"]["step"]
-        assert set(step["losses"]) == set(step["times"]) == {"plain", "2 chunks"}
-        assert step["losses"]["2 chunks"] == pytest.approx(step["losses"]["plain"], rel=1e-5)
-        assert step["counts"]["matmul_all_reduce"]["chunks"] > step["counts"]["matmul_all_reduce"]["calls"]
-        assert set(report["sections"]) == set(SECTIONS) and "failed" not in page
+    only = ["--only", "bench,step"] if ranks == 3 else []
+    report, page, _ = launched(tmp_path, *only, ranks=ranks)
+    assert set(report["sections"]) == ({"bench", "step"} if only else set(SECTIONS)) and "failed" not in page
+    step = report["sections"]["step"]
+    assert set(step["losses"]) == set(step["times"]) == {"plain", "2 chunks"}
+    assert step["losses"]["2 chunks"] == pytest.approx(step["losses"]["plain"], rel=1e-5)
+    assert step["counts"]["matmul_all_reduce"]["chunks"] > step["counts"]["matmul_all_reduce"]["calls"]
     for row in report["sections"]["bench"]["passes"]:
         assert set(row["predicted"]) >= {"serial"} and row["predicted_parts"] is None
         assert all(seconds > 0 for seconds in row["predicted"].values())

@@ -39,7 +39,8 @@ class Sizes:
     dtypes, operand
         Of the operators: dtypes; rows of a rank, K and N.
     shapes
-        ``M,K,N`` of the layers to time: the first half with all-reduces, the second with sequence parallelism.
+        M, K and N of the layers to time: the first half with all-reduces, the second with sequence parallelism, whose M
+        is rounded up to a multiple of the ranks.
     hidden, layers, rows
         Of the Llama.
     """
@@ -47,7 +48,7 @@ class Sizes:
     kibibytes: tuple[int, ...]
     dtypes: tuple[str, ...]
     operand: tuple[int, int, int]
-    shapes: tuple[str, ...]
+    shapes: tuple[tuple[int, int, int], ...]
     bench_dtype: str
     chunks: tuple[int, ...]
     rounds: int
@@ -60,7 +61,14 @@ ON_CPU = Sizes(
     kibibytes=(1, 64, 1024, 16384),
     dtypes=("float32", "bfloat16"),
     operand=(256, 1024, 512),
-    shapes=("512,512,512", "1024,512,1024", "1024,1024,1024", "512,1024,512", "1024,1024,1024", "2048,512,1024"),
+    shapes=(
+        (512, 512, 512),
+        (1024, 512, 1024),
+        (1024, 1024, 1024),
+        (512, 1024, 512),
+        (1024, 1024, 1024),
+        (2048, 512, 1024),
+    ),
     bench_dtype="float32",
     chunks=(2, 4, 8),
     rounds=5,
@@ -72,7 +80,14 @@ ON_DEVICE = Sizes(
     kibibytes=(1, 64, 1024, 16384, 262144),
     dtypes=("float32", "bfloat16", "float16"),
     operand=(1024, 4096, 1024),
-    shapes=("2048,1024,4096", "4096,1024,8192", "8192,3584,8192", "2048,4096,1024", "4096,4096,8192", "8192,8192,8192"),
+    shapes=(
+        (2048, 1024, 4096),
+        (4096, 1024, 8192),
+        (8192, 3584, 8192),
+        (2048, 4096, 1024),
+        (4096, 4096, 8192),
+        (8192, 8192, 8192),
+    ),
     bench_dtype="bfloat16",
     chunks=(2, 4, 8),
     rounds=20,
@@ -84,7 +99,7 @@ QUICK = Sizes(
     kibibytes=(1, 1024),
     dtypes=("float32",),
     operand=(64, 512, 256),
-    shapes=("256,256,256", "512,256,256"),
+    shapes=((256, 256, 256), (512, 256, 256)),
     bench_dtype="float32",
     chunks=(2,),
     rounds=3,
@@ -183,10 +198,12 @@ def bench(request: Request, limit: float) -> dict[str, Any]:
     """Return the passes of the layers: the serial path and every variant, measured and predicted."""
     sizes = request.sizes
     names, cases = [], []
-    for index, shape in enumerate(sizes.shapes):
+    for index, (m, k, n) in enumerate(sizes.shapes):
         sequence_parallel = index >= len(sizes.shapes) // 2
         dtype = getattr(torch, sizes.bench_dtype)
-        kinds, made = shape_cases([shape], ("row", "column"), request.ranks, sequence_parallel, dtype)
+        if sequence_parallel:
+            m = -(-m // request.ranks) * request.ranks
+        kinds, made = shape_cases([f"{m},{k},{n}"], ("row", "column"), request.ranks, sequence_parallel, dtype)
         names += [f"{kind}, {'sequence parallel' if sequence_parallel else 'all-reduce'}" for kind in kinds]
         cases += made
     measured = request.on_ranks(
@@ -250,8 +267,7 @@ def step(request: Request, limit: float) -> dict[str, Any]:
             chunks=list(sizes.chunks[:2]),
             rounds=sizes.rounds,
         )
-    model = {"hidden": sizes.hidden, "layers": sizes.layers, "tokens": sizes.rows}
-    return {**measured, "model": model, "transformers": importlib.metadata.version("transformers")}
+    return {**measured, "transformers": importlib.metadata.version("transformers")}
 
 
 SECTIONS = {

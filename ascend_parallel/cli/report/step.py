@@ -18,7 +18,7 @@ from ascend_parallel.tuning.measured.rank_clock import RankClock
 
 PLAIN = "plain"
 WORDS = 2048
-HEADS = 16  # as many ranks at most
+HEADS = 16
 STEPS = 3  # whose losses are compared
 
 
@@ -40,7 +40,7 @@ def measure(
     ascend_parallel.configure(num_chunks=chunks[0])  # forwards are installed while a model is made
     clock = RankClock(group, device)
     if group.rank() == 0:
-        _save(Path(folder), hidden, layers)
+        _save(Path(folder), hidden, layers, group.size())
     clock.begin_together()  # the folder is complete
     model = _model(Path(folder))
     ids = torch.randint(WORDS, (1, rows), generator=torch.Generator().manual_seed(1)).to(device)
@@ -56,19 +56,26 @@ def measure(
     report("steps in turn")
     step = _step(model, ids)
     runs = {name: partial(_timed, clock, step, count) for name, count in variants.items()}
-    return {"losses": losses, "times": clock.rounds(runs, rounds), "counts": _chunked_calls(step, chunks[0])}
+    return {
+        "model": {"hidden": model.config.hidden_size, "layers": layers, "tokens": rows},
+        "losses": losses,
+        "times": clock.rounds(runs, rounds),
+        "counts": _chunked_calls(step, chunks[0]),
+    }
 
 
-def _save(folder: Path, hidden: int, layers: int) -> None:
+def _save(folder: Path, hidden: int, layers: int, ranks: int) -> None:
+    """Write a Llama whose heads, inner features and words the ranks can share; with more heads it is wider."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    heads, inner, words = (-(-count // ranks) * ranks for count in (HEADS, 4 * hidden, WORDS))
     config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
+        hidden_size=heads * (hidden // HEADS),
+        intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        vocab_size=WORDS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=words,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
