@@ -24,6 +24,7 @@ from ascend_parallel.sharding.planner.operator_strategy import (
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.planner.under_backward import plan_under_backward
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -155,7 +156,7 @@ def propagate(
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     with collector_paused():
-        plan = search.plan()
+        plan = plan_under_backward(search) if search.overlaps else search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
         return slice_replicated(plan)
     return slice_replicated(_within(search, memory_limit))
