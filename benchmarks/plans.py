@@ -6,8 +6,9 @@
 For small models every combination of layouts of their weights and their residual stream is propagated. The distinct
 plans of least predicted time, by either price, run interleaved, forward and backward, with overlapped operators in
 --chunks chunks. "in full" prices every collective with its full time; "exposed" prices those next to a matmul with what
-the matmul leaves. The costs are those of cpu-gloo, with a matmul, a copy and collectives of two sizes measured here,
-each alone, and the link's rate as given (docs/predict.md): no time of a plan or of an overlapped call is in them.
+the matmul leaves, and sums of gradients with what the backward leaves. The costs are those of cpu-gloo, with a matmul,
+elementwise operators, collectives of two sizes, launches, and all-reduces beside matmuls measured here, and the link's
+rate as given (docs/predict.md): no time of a plan or of an overlapped operator is in them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ from small_models import GPT, GPTLayer
 CLOSE = 1.03
 # Read and written, as the prices count, by the forward of an addition, a norm and a GELU of [1024, 1024] in fp32.
 ELEMENTWISE_BYTES = (3 + 2 + 2) * 4 * 1024**2
+# All-reduces of 1 KiB: the host's time of a launch is the difference.
+ISSUED = (1, 9)
+# What is measured of the hardware.
+MEASURED = ("matmul", "memory", "collectives", "contention", "host")
 # Bytes of a piece of an all-reduce beside matmuls.
 PIECE = 1 << 20
 # Rows of 256 fp32 numbers of a rank, in the collectives that are measured.
@@ -188,9 +193,7 @@ def rank(
             "predicted": {price: each.cost for price, each in chosen.items()},
             "collectives": {price: each.collectives() for price, each in chosen.items()},
             "plans": {digest: described(plan) for digest, plan in plans.items()},
-            "measured": {
-                name: str(getattr(hardware, name)) for name in ("matmul", "memory", "collectives", "contention")
-            },
+            "measured": {part: str(getattr(hardware, part)) for part in MEASURED},
         }
     return results
 
@@ -253,7 +256,8 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
 
     A collective's time is linear: from the smallest one, and one of 4 MiB less its time on the wire. Elementwise
     operators, forward and backward, give the memory's bandwidth that the prices count with. All are measured alone.
-    Four all-reduces beside matmuls give the slowdown of either.
+    Four all-reduces beside matmuls give the slowdown of either; the thread's time of issuing all-reduces, the host's
+    time of a launch.
     """
     known, ranks = find_hardware("cpu-gloo").with_link(rate or "10gbit"), group.size()
     x = torch.randn(1024, 1024)
@@ -266,6 +270,9 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
             f"reduce_scatter {size}": lambda whole=whole, part=part: reduce_scatter_single(part, group, whole).wait(),
         }
     took = {name: median(times) for name, times in in_turn(runs, 11).items()}
+    # The smallest by themselves, and often: among large ones their median is up to four times as long.
+    often = in_turn({name: call for name, call in runs.items() if name.endswith("small")}, 41)
+    took |= {name: median(times) for name, times in often.items()}
     assert known.link is not None
     fitted = {}
     for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
@@ -274,6 +281,8 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
         wire = rounds * nbytes * (ranks - 1) / ranks * known.link.seconds_per_byte
         fitted[kind] = ((float("inf"), small, max(0.0, large - small - wire) / nbytes, 0.0),)
     computing, communicating = slowdowns(group)
+    issuing = in_turn({count: lambda count=count: issue(group, count) for count in ISSUED}, 11, clock=time.thread_time)
+    few, many = (median(issuing[count]) for count in ISSUED)
     moving = min(MOST_PROCESSOR, known.link.processor / known.link.seconds_per_byte)  # which the model counts itself
     return replace(
         known,
@@ -281,6 +290,7 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
         memory=replace(known.memory, bandwidth=PASSES * ELEMENTWISE_BYTES / took["elementwise"], efficiency=1.0),
         collectives=replace(known.collectives, whole_gather=1.0, **fitted),  # type: ignore[arg-type]
         contention=Contention(collective=communicating, compute=computing * (1 - moving)),
+        host=replace(known.host, launch=max(0.0, many - few) / (ISSUED[1] - ISSUED[0])),
     )
 
 
@@ -288,6 +298,12 @@ def elementwise() -> None:
     """Run an addition, a norm and a GELU of [1024, 1024] forward and backward."""
     x = torch.ones(1024, 1024, requires_grad=True)
     F.gelu(F.layer_norm(x + x.detach(), (1024,))).sum().backward()
+
+
+def issue(group: dist.ProcessGroup, count: int) -> None:
+    """Issue so many all-reduces, and wait for them."""
+    for work in [dist.all_reduce(torch.zeros(256), group=group, async_op=True) for _ in range(count)]:
+        work.wait()
 
 
 def slowdowns(group: dist.ProcessGroup, rounds: int = 9) -> tuple[float, float]:

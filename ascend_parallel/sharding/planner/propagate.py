@@ -1,6 +1,7 @@
 """Finds a layout for every tensor from the strategies of a few operators, at the least cost.
 
-Minimises exactly the cost of all conversions, plus each rank's computing time with the objective "time".
+Minimises exactly the cost of all conversions, plus each rank's computing time with the objective "time". Where sums of
+gradients run under the backward, the best of a few such optima is taken (under_backward.py).
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def propagate(
         Costs of collectives; by default from `hardware`.
     overlap
         Objective "time": whether the plan will run overlapped. A collective next to a matmul then costs what stays
-        exposed beside the matmul, in the chunks of the settings. None: if the settings ask for overlap.
+        exposed beside the matmul, in the chunks of the settings, and sums of gradients what the backward leaves of
+        them; with a memory limit sums cost their full time. None: if the settings ask for overlap.
     settings
         Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
