@@ -58,12 +58,12 @@ def sums_of_gradients(plan: ShardingPlan) -> SumsOfGradients:
     """
     alone = sum(one.back.seconds for one in plan.conversions if one.back and is_sum(plan, one))
     hardware = plan.costs.hardware
-    if not alone or hardware is None:
-        return SumsOfGradients(alone, alone)
-    model, took = CostModel(hardware), dict(_computation(plan))
+    took = dict(_computation(plan)) if alone and hardware is not None else {}
     computing = sum(took.values())
+    if hardware is None or not computing:
+        return SumsOfGradients(alone, alone)
     busy = max(0.0, computing + plan.seconds - plan.cost) / computing
-    free = BACKWARD * max(0.0, 1 - busy) / max(model.stretches(1.0, 1.0))
+    free = BACKWARD * max(0.0, 1 - busy) / max(CostModel(hardware).stretches(1.0, 1.0))
     before = dict(zip(took, accumulate(took.values(), initial=0.0), strict=False))
     formed = _buckets(plan, {name: place for place, name in enumerate(took)})
     rest, exposed, critical = 0.0, 0.0, None

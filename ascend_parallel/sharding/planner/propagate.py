@@ -106,7 +106,7 @@ def propagate(
     overlap
         Objective "time": whether the plan will run overlapped. A collective next to a matmul then costs what stays
         exposed beside the matmul, in the chunks of the settings, and sums of gradients what the backward leaves of
-        them; with a memory limit sums cost their full time. None: if the settings ask for overlap.
+        them; where a memory limit decides, sums cost their full time. None: if the settings ask for overlap.
     settings
         Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
