@@ -270,9 +270,6 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
             f"reduce_scatter {size}": lambda whole=whole, part=part: reduce_scatter_single(part, group, whole).wait(),
         }
     took = {name: median(times) for name, times in in_turn(runs, 11).items()}
-    # The smallest by themselves, and often: among large ones their median is up to four times as long.
-    often = in_turn({name: call for name, call in runs.items() if name.endswith("small")}, 41)
-    took |= {name: median(times) for name, times in often.items()}
     assert known.link is not None
     fitted = {}
     for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
