@@ -6,16 +6,19 @@
 For small models every combination of layouts of their weights and their residual stream is propagated. The distinct
 plans of least predicted time, by either price, run interleaved, forward and backward, with overlapped operators in
 --chunks chunks. "in full" prices every collective with its full time; "exposed" prices those next to a matmul with what
-the matmul leaves. The costs are those of cpu-gloo, with a matmul, a copy and collectives of two sizes measured here,
-each alone, and the link's rate as given (docs/predict.md): no time of a plan or of an overlapped call is in them.
+the matmul leaves, and sums of gradients with what the backward leaves. The costs are those of cpu-gloo, with a matmul,
+elementwise operators, collectives of two sizes, launches, and all-reduces beside matmuls measured here, and the link's
+rate as given (docs/predict.md): no time of a plan or of an overlapped operator is in them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,13 +33,23 @@ from ascend_parallel import Settings
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatter_single
 from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 from ascend_parallel.sharding.graph import Graph
+from ascend_parallel.sharding.planner.operator_cost import PASSES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
+from ascend_parallel.tuning.cost_model.cost import MOST_PROCESSOR
+from ascend_parallel.tuning.cost_model.hardware import Contention, Hardware, find_hardware
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "sharding"))
 from small_models import GPT, GPTLayer
 
 CLOSE = 1.03
+# Read and written, as the prices count, by the forward of an addition, a norm and a GELU of [1024, 1024] in fp32.
+ELEMENTWISE_BYTES = (3 + 2 + 2) * 4 * 1024**2
+# All-reduces of 1 KiB: the host's time of a launch is the difference.
+ISSUED = (1, 9)
+# What is measured of the hardware.
+MEASURED = ("matmul", "memory", "collectives", "contention", "host")
+# Bytes of a piece of an all-reduce beside matmuls.
+PIECE = 1 << 20
 # Rows of 256 fp32 numbers of a rank, in the collectives that are measured.
 SIZES = {"small": 1, "large": 2048}
 PRICES = {"in full": False, "exposed": True}
@@ -111,7 +124,7 @@ CASES = {
 
 def main() -> None:
     """Read the command line, measure, print a row for each model, and the sums."""
-    parser = options_of(__doc__, rounds=9)
+    parser = options_of(__doc__, rounds=9, json=True)
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--chunks", type=int, default=4, help="default: 4")
     parser.add_argument("--rivals", type=int, default=4, help="plans of least time by each price; default: 4")
@@ -127,6 +140,8 @@ def main() -> None:
         cases=options.cases,
         rate=options.link,
     )
+    if options.json:
+        options.json.write_text(json.dumps(found))
     heads = ["model", "ranks", "link", "plans run", "fastest ms"]
     heads += [f"chosen {price}: predicted, measured ms, of the fastest" for price in PRICES]
     rows = [row(name, options.ranks, options.link or "loopback", result) for name, result in found.items()]
@@ -177,8 +192,16 @@ def rank(
             "chosen": {price: each.digest for price, each in chosen.items()},
             "predicted": {price: each.cost for price, each in chosen.items()},
             "collectives": {price: each.collectives() for price, each in chosen.items()},
+            "plans": {digest: described(plan) for digest, plan in plans.items()},
+            "measured": {part: str(getattr(hardware, part)) for part in MEASURED},
         }
     return results
+
+
+def described(plan: ShardingPlan) -> dict[str, Any]:
+    """Return what a plan was predicted to take by its own price, and its collectives."""
+    priced = next(name for name, overlap in PRICES.items() if overlap == (plan.overlap is not None))
+    return {"price": priced, "predicted": plan.cost, "hidden sums": plan.hidden_sums, "collectives": plan.collectives()}
 
 
 def step_of(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
@@ -201,16 +224,21 @@ def candidates(
 
     chosen = {price: plan({}, overlap) for price, overlap in PRICES.items()}
     found = {each.digest: each for each in chosen.values()}
+    given = list(combinations(case))
     for overlap in PRICES.values():
-        others: dict[str, ShardingPlan] = {}
-        for strategies in combinations(case):
+        costs: list[tuple[float, str, int]] = []  # of this rank's share of the combinations
+        for index in range(dist.get_rank(), len(given), dist.get_world_size()):
             try:
-                each = plan(strategies, overlap)
+                each = plan(given[index], overlap)
             except ValueError:  # a slice that is not even
                 continue
-            others[each.digest] = each
-        best = sorted(others.values(), key=lambda each: (each.cost, each.digest))
-        found |= {each.digest: each for each in best[: rivals + 1]}
+            costs.append((each.cost, each.digest, index))
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, costs)
+        best = dict[str, int]()
+        for _, digest, index in sorted(chain.from_iterable(of_ranks)):
+            best.setdefault(digest, index)
+        found |= {digest: plan(given[index], overlap) for digest, index in islice(best.items(), rivals + 1)}
     return found, chosen
 
 
@@ -224,13 +252,16 @@ def combinations(case: Case) -> Iterable[Strategies]:
 
 
 def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
-    """Return cpu-gloo with what this machine takes for a matmul, a copy and collectives, each alone.
+    """Return cpu-gloo with what this machine takes for a matmul, elementwise operators, and collectives.
 
-    A collective's time is linear: from the smallest one, and one of 4 MiB less its time on the wire.
+    A collective's time is linear: from the smallest one, and one of 4 MiB less its time on the wire. Elementwise
+    operators, forward and backward, give the memory's bandwidth that the prices count with. All are measured alone.
+    Four all-reduces beside matmuls give the slowdown of either; the thread's time of issuing all-reduces, the host's
+    time of a launch.
     """
     known, ranks = find_hardware("cpu-gloo").with_link(rate or "10gbit"), group.size()
-    x, block = torch.randn(1024, 1024), torch.randn(1 << 22)
-    runs: dict[str, Callable[[], object]] = {"matmul": lambda: x @ x, "copy": lambda: block.clone()}
+    x = torch.randn(1024, 1024)
+    runs: dict[str, Callable[[], object]] = {"matmul": lambda: x @ x, "elementwise": elementwise}
     for size, rows in SIZES.items():
         whole, part = torch.zeros(rows * ranks, 256), torch.zeros(rows, 256)
         runs |= {
@@ -246,12 +277,57 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
         nbytes = 4 * 256 * ranks * SIZES["large"]
         wire = rounds * nbytes * (ranks - 1) / ranks * known.link.seconds_per_byte
         fitted[kind] = ((float("inf"), small, max(0.0, large - small - wire) / nbytes, 0.0),)
+    computing, communicating = slowdowns(group)
+    issuing = in_turn({count: lambda count=count: issue(group, count) for count in ISSUED}, 11, clock=time.thread_time)
+    few, many = (median(issuing[count]) for count in ISSUED)
+    moving = min(MOST_PROCESSOR, known.link.processor / known.link.seconds_per_byte)  # which the model counts itself
     return replace(
         known,
         matmul=replace(known.matmul, frequency=1024**3 / took["matmul"]),
-        memory=replace(known.memory, bandwidth=2 * block.nbytes / took["copy"], efficiency=1.0),
+        memory=replace(known.memory, bandwidth=PASSES * ELEMENTWISE_BYTES / took["elementwise"], efficiency=1.0),
         collectives=replace(known.collectives, whole_gather=1.0, **fitted),  # type: ignore[arg-type]
+        contention=Contention(collective=communicating, compute=computing * (1 - moving)),
+        host=replace(known.host, launch=max(0.0, many - few) / (ISSUED[1] - ISSUED[0])),
     )
+
+
+def elementwise() -> None:
+    """Run an addition, a norm and a GELU of [1024, 1024] forward and backward."""
+    x = torch.ones(1024, 1024, requires_grad=True)
+    F.gelu(F.layer_norm(x + x.detach(), (1024,))).sum().backward()
+
+
+def issue(group: dist.ProcessGroup, count: int) -> None:
+    """Issue so many all-reduces, and wait for them."""
+    for work in [dist.all_reduce(torch.zeros(256), group=group, async_op=True) for _ in range(count)]:
+        work.wait()
+
+
+def slowdowns(group: dist.ProcessGroup, rounds: int = 9) -> tuple[float, float]:
+    """Return the slowdown of small matmuls beside four all-reduces in flight, and that of these beside matmuls."""
+    x, w, pieces = torch.randn(128, 512), torch.randn(512, 512), torch.zeros(4, PIECE // 4)
+
+    def start() -> list[dist.Work]:
+        return [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
+
+    def alone() -> None:
+        for work in start():
+            work.wait()
+
+    times = {name: median(each) for name, each in in_turn({"matmul": lambda: x @ w, "sums": alone}, rounds).items()}
+    found = []
+    for _ in range(rounds):
+        dist.barrier()
+        works, count, begun = start(), 0, time.perf_counter()
+        while not all(work.is_completed() for work in works):
+            x @ w
+            count += 1
+        took = time.perf_counter() - begun
+        found.append((took / max(1, count) / times["matmul"], took / times["sums"]))
+    slowest = torch.tensor([median(each) for each in zip(*found, strict=True)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    computing, communicating = slowest.clamp(min=1.0).tolist()
+    return computing, communicating
 
 
 if __name__ == "__main__":

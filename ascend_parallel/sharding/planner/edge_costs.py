@@ -28,6 +28,7 @@ from ascend_parallel.sharding.layout import (
     shard,
 )
 from ascend_parallel.sharding.planner.elimination import Costs
+from ascend_parallel.sharding.planner.gradient_sums import bucket_seconds, summed_dims
 from ascend_parallel.sharding.planner.overlapped_matmul import ColumnGroup, ExposedCosts, LocalMatmul, with_placement
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
@@ -85,6 +86,25 @@ class EdgeCosts:
         if self._exposed is None or not any(end.matmuls for end in (*sources, *targets)):
             return edge.plain([source.layout for source in sources])
         return _without_escapes(np.array([edge.of(source) for source in sources]), targets)
+
+    def sums(
+        self, meta: TensorMeta, sources: Sequence[Layout], targets: Sequence[Layout], bucket: float
+    ) -> tuple[Costs, Costs]:
+        """Return the seconds ``[sources, targets]`` of sums of a parameter's gradient: alone, and in buckets.
+
+        bucket: bytes of a bucket, whose seconds are shared by its bytes. More than any bucket has is a lower bound.
+        """
+        index, between = self._between_all(meta)
+        alone, shared = np.zeros((2, len(sources), len(targets)))
+        for row, source in enumerate(sources):
+            nbytes = meta.local_bytes(source, self._mesh_shape)
+            whole = max(nbytes, bucket)
+            for column, target in enumerate(targets):
+                dims = summed_dims(source, target)
+                if dims:
+                    alone[row, column] = between[index[backward(target)], index[backward(source)]]
+                    shared[row, column] = bucket_seconds(self._costs, whole, dims) * nbytes / whole
+        return alone, shared
 
     def _between_all_of(self, meta: TensorMeta) -> tuple[dict[Layout, int], Costs]:
         placements = [REPLICATE, SUM, AVERAGE, *(shard(dim) for dim, size in enumerate(meta.shape) if size > 1)]

@@ -1,6 +1,7 @@
 """Finds a layout for every tensor from the strategies of a few operators, at the least cost.
 
-Minimises exactly the cost of all conversions, plus each rank's computing time with the objective "time".
+Minimises exactly the cost of all conversions, plus each rank's computing time with the objective "time". Where sums of
+gradients run under the backward, the best of a few such optima is taken (under_backward.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ascend_parallel.sharding.planner.operator_strategy import (
 from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.planner.under_backward import plan_under_backward
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -103,7 +105,8 @@ def propagate(
         Costs of collectives; by default from `hardware`.
     overlap
         Objective "time": whether the plan will run overlapped. A collective next to a matmul then costs what stays
-        exposed beside the matmul, in the chunks of the settings. None: if the settings ask for overlap.
+        exposed beside the matmul, in the chunks of the settings, and sums of gradients what the backward leaves of
+        them; where a memory limit decides, sums cost their full time. None: if the settings ask for overlap.
     settings
         Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
 
@@ -155,7 +158,7 @@ def propagate(
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
     )
     with collector_paused():
-        plan = search.plan()
+        plan = plan_under_backward(search) if search.overlaps else search.plan()
     if memory_limit is None or plan.memory().total <= memory_limit:
         return slice_replicated(plan)
     return slice_replicated(_within(search, memory_limit))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, starmap
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placemen
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.edge_costs import EdgeCosts, EdgeEnd, FusibleMatmul, GatheredGroup
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
+from ascend_parallel.sharding.planner.gradient_sums import BACKWARD, BUCKET_BYTES
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -281,8 +283,54 @@ class Search:
             found = solved_by_pruning(problem)
             return dict(found.chosen), found.bound
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives cost what stays exposed."""
+        return self._exposed is not None
+
+    def with_sums(self, problem: AssignmentProblem, cuts: Sequence[tuple[int, int]]) -> AssignmentProblem:
+        """Return the mean over `cuts` of the problem with the sums of some gradients, less the backward beside them.
+
+        cuts
+            (last, beside): the sums are in buckets, and of parameters whose first reader is at the place `last` of the
+            graph or before it; the backward of operators before the place `beside` takes no time.
+        """
+        found = AssignmentProblem(dict(problem.sizes), dict(problem.own), dict(problem.pairs))
+        parameters = [value for value in self.readers if self.graph.nodes[value.node].kind == PARAMETER]
+        bucket = min(BUCKET_BYTES, sum(self.graph.meta(value).nbytes for value in parameters))
+        for value in parameters:
+            first = min(self._order[name] for name, _ in self.readers[value])
+            share = fmean(first <= last for last, _ in cuts)
+            for source, target, alone, shared in self._sums(value, bucket):
+                found.add_pair(source, target, share * shared - alone)
+        for name, node in self.graph.nodes.items():
+            share = fmean(self._order[name] < beside for _, beside in cuts)
+            if node.call is not None and share:
+                found.own[name] = found.own[name] - share * BACKWARD * self._computation(node)
+        return found
+
+    def _sums(self, value: Value, bucket: float) -> Iterator[tuple[str, str, Costs, Costs]]:
+        """Yield the choices that decide a sum of a parameter's gradient, and its costs alone and in buckets."""
+        readers, meta = self.readers[value], self.graph.meta(value)
+        if value not in self.differentiable:
+            return
+        source, held, has_shared = value.node, self.produced(value), self._has_shared(value, readers)
+        if has_shared:
+            ends = self._shared(value, readers)
+            source, shared = _shared_name(value), tuple(end.layout for end in ends)
+            yield value.node, source, *self._edges.sums(meta, held, shared, bucket)
+            held = shared
+        for name, index in readers:
+            options = self._known[name]
+
+            def compute(options: tuple[Option, ...] = options, index: int = index) -> tuple[Costs, Costs]:
+                return self._edges.sums(meta, held, [option.inputs[index] for option in options], bucket)
+
+            alone, in_bucket = self._interned.result(("sums", meta, index), (held, options), compute)
+            yield source, name, alone, 0.0 * in_bucket if has_shared else in_bucket
+
     def plan(self) -> ShardingPlan:
-        """Return the plan of the best choices."""
+        """Return the plan of the best choices, with sums of gradients that cost their full time."""
         problem = self.problem()
         chosen, bound = self.solved(problem)
         cost = problem.cost(chosen)
@@ -435,17 +483,17 @@ class Search:
     ) -> Costs:
         """Return the costs to a reader, with only the options that run as each group does."""
         costs: Costs = self._matrix(value, tuple(EdgeEnd(end.layout) for end in ends), targets).copy()
-        member = self._reads_as_x(node.name, index)
+        options, member = self._known[node.name], self._reads_as_x(node.name, index)
+        known = [self._group(node, option) for option in options] if member else []
         for place, end in enumerate(ends):
             group = end.group
-            for column, option in enumerate(self._known[node.name] if group else ()):
-                assert group is not None
-                if member:
-                    fits = self._group(node, option) == group.columns
-                else:
-                    fits = option.inputs[index][group.mesh_dim] == group.placement
-                if not fits:
-                    costs[place, column] = np.inf
+            if group is None:
+                continue
+            if member:
+                fits = [columns == group.columns for columns in known]
+            else:
+                fits = [option.inputs[index][group.mesh_dim] == group.placement for option in options]
+            costs[place, ~np.array(fits)] = np.inf
         return costs
 
     def _matmul(self, node: Node) -> Matmul | None:
@@ -539,6 +587,16 @@ class Search:
             ("own", signature(node), timed),
             (options,),
             lambda: np.array([self._own_cost(node, each) for each in options]),
+        )
+
+    def _computation(self, node: Node) -> Costs:
+        """Return the seconds of a call's computation, by option."""
+        call, options = node.call, self._known[node.name]
+        assert call is not None
+        return self._interned.result(
+            ("computation", signature(node)),
+            (options,),
+            lambda: np.array([seconds_of(call, each, self._shape, self._model) for each in options]),
         )
 
     def _own_cost(self, node: Node, option: Option) -> float:

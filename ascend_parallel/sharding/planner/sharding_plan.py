@@ -79,6 +79,8 @@ class ShardingPlan:
     overlap
         The settings by whose chunks the cost of a collective next to a matmul is what stays exposed; None: every
         collective is in the cost with its full time. `conversions` and `seconds` always are the full times.
+    hidden_sums
+        Seconds of the sums of gradients that their buckets save and the backward hides: not in the cost.
     """
 
     graph: Graph
@@ -96,6 +98,7 @@ class ShardingPlan:
     returned: Mapping[Value, Layout] = field(default_factory=dict)
     regathered: Set[Value] = frozenset()
     overlap: Settings | None = None
+    hidden_sums: float = 0.0
 
     def __repr__(self) -> str:
         """Return a summary in a line; `explain` returns the details."""

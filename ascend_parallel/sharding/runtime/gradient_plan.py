@@ -7,20 +7,16 @@ all-reduced as one tensor (gradient_reduction.py). Planning runs no collective.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, Placement, local_size
+from ascend_parallel.sharding.planner.gradient_sums import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
-
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket, the default of torch's DistributedDataParallel."""
-# The first bucket is smaller, so that communication begins early (torch/nn/parallel/distributed.py).
-FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,22 +117,3 @@ def buckets(summed: Sequence[SummedGradient], bucket_bytes: int) -> tuple[Bucket
     params = [param for param in reversed(summed) if param.dims]
     formed = form_buckets((((param.dims, param.dtype), param.nbytes) for param in params), bucket_bytes, FIRST_BYTES)
     return tuple(Bucket(tuple(params[index] for index in indices)) for indices in formed)
-
-
-def form_buckets(items: Iterable[tuple[Hashable, int]], bucket_bytes: int, first_bytes: int) -> list[list[int]]:
-    """Return the indices of each bucket's items, buckets in the order of their first items; an item: (key, bytes).
-
-    The items of a bucket have the same key. A bucket holds at most `bucket_bytes`, the first bucket of a key also at
-    most `first_bytes`; a single larger item is a bucket of its own.
-    """
-    found: list[list[int]] = []
-    last: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
-    for index, (key, nbytes) in enumerate(items):
-        if key not in last or nbytes > room[key]:
-            room[key] = bucket_bytes if key in last else min(bucket_bytes, first_bytes)
-            last[key] = []
-            found.append(last[key])
-        last[key].append(index)
-        room[key] -= nbytes
-    return found

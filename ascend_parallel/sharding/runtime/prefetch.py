@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.layout import Layout, local_size
+from ascend_parallel.sharding.planner.gradient_sums import FIRST_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import plan_differentiable
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.runtime.gradient_plan import FIRST_BYTES
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 
 LOOK_AHEAD = 16

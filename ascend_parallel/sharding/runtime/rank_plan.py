@@ -10,11 +10,12 @@ from functools import cached_property
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.planner.gradient_sums import BUCKET_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
-from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, SummedGradient, with_partial_grads
+from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, with_partial_grads
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute

@@ -15,13 +15,14 @@ from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.gradient_sums import BUCKET_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.every_degree import refuse_sums_without_tree
-from ascend_parallel.sharding.runtime.gradient_plan import BUCKET_BYTES, Bucket
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket
 from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.instructions import Program, Step
