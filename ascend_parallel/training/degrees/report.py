@@ -122,7 +122,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",
         _schedule(degrees),
-        degrees.recompute,
+        degrees.recompute_words,
         str(degrees.zero_stage),
         f"{candidate.seconds:.4g}",
         size_of(candidate.memory.total),

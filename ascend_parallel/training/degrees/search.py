@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -25,6 +25,7 @@ from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.rescaling import GraphFamily
 from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sizes
+from ascend_parallel.training.degrees.work import NONE
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
@@ -119,12 +120,15 @@ class Candidate:
 
     gathers_weights
         Whether the tensor-parallel ranks gather weights rather than activations, as ZeRO-3 does.
+    recomputed
+        The patterns of the layers that are recomputed, if not all are.
     """
 
     degrees: Degrees
     parts: StepBreakdown
     memory: RankBytes
     gathers_weights: bool = False
+    recomputed: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -158,7 +162,9 @@ class SearchResult:
 
     def tables(self, candidate: Candidate | None = None) -> dict[str, Any]:
         """Return the tables of the strategy of a candidate, by default of the best."""
-        return (candidate or self.best[0]).degrees.tables(self.layers, self.hardware, self.amp)
+        candidate = candidate or self.best[0]
+        layers = candidate.recomputed if candidate.degrees.recompute_layers else self.layers
+        return candidate.degrees.tables(layers, self.hardware, self.amp)
 
 
 def search_degrees(
@@ -252,10 +258,16 @@ class _Search:
         best: list[Candidate] = []
         timed = 0
         while waiting and (len(best) < BEST or waiting[0][0] < best[-1].seconds):
-            _, _, degrees = heapq.heappop(waiting)
+            _, place, degrees = heapq.heappop(waiting)
             memory = self.evaluation.memory(degrees)
             if memory.total > self._limit:
-                self._reject(memory.total, degrees)
+                more = self.evaluation.fewest_layers(degrees, self._limit) if degrees.recompute_layers else None
+                if more is None:
+                    self._reject(degrees)
+                else:
+                    heapq.heappush(waiting, (self.evaluation.bound(more), place, more))
+                continue
+            if self._needless(degrees):
                 continue
             timed += 1
             if timed % 100 == 1:
@@ -298,22 +310,29 @@ class _Search:
                     if least > self._limit:
                         self._rejected.append((least, len(self._rejected), degrees))
                         continue
-                    least = self.evaluation.least_memory(degrees)
-                    if least <= self._limit:
-                        yield degrees
+                    fewest = self.evaluation.fewest_layers(degrees, self._limit, least=True)
+                    if fewest is None:
+                        self._reject(degrees)
                     else:
-                        self._reject(least, degrees)
+                        yield fewest
 
-    def _reject(self, least: float, degrees: Degrees) -> None:
+    def _needless(self, degrees: Degrees) -> bool:
+        """Tell whether degrees recompute although they fit without."""
+        plain = replace(degrees, recompute=NONE, recompute_layers=())
+        return degrees.recompute != NONE and self.evaluation.memory(plain).total <= self._limit
+
+    def _reject(self, degrees: Degrees) -> None:
         """Remember planned degrees that do not fit, and the fastest of them by the lower bound of its time."""
-        self._rejected.append((least, len(self._rejected), degrees))
+        degrees = replace(degrees, recompute_layers=())
+        self._rejected.append((self.evaluation.least_memory(degrees), len(self._rejected), degrees))
         bound = self.evaluation.bound(degrees)
         if self._fastest is None or bound < self._fastest[0]:
             self._fastest = (bound, degrees)
 
     def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
         gathers = self.evaluation.at(degrees).work.gathers_weights
-        return Candidate(degrees, self.evaluation.parts(degrees), memory, gathers)
+        recomputed = self.evaluation.recomputed(degrees) if degrees.recompute_layers else ()
+        return Candidate(degrees, self.evaluation.parts(degrees), memory, gathers, recomputed)
 
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""

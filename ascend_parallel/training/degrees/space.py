@@ -36,6 +36,8 @@ class Degrees:
         Rows of the batch (sequences) of one replica's micro-batch.
     recompute
         "none", "layers" (results of collectives are kept) or "layers+collectives".
+    recompute_layers
+        For each rank of the pipeline, the layers that are recomputed of each of its stages, the first ones; (): all.
     """
 
     dp: int
@@ -48,6 +50,7 @@ class Degrees:
     virtual_stages: int = 1
     recompute: str = NONE
     zero_stage: int = 0
+    recompute_layers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -55,7 +58,7 @@ class Degrees:
         return self.pp * self.virtual_stages
 
     def tables(self, layers: Sequence[str], hardware: str, amp: str | None) -> dict[str, Any]:
-        """Return the tables of a strategy (`Strategy.from_dict`); `layers`: the patterns of the model's layers."""
+        """Return the tables of a strategy (`Strategy.from_dict`); `layers`: patterns of the layers to recompute."""
         mesh = {DATA: self.dp, TENSOR: self.tp}
         tables: dict[str, Any] = {"mode": "auto", "hardware": hardware, "mesh": mesh}
         if self.ep > 1:
@@ -93,8 +96,17 @@ class Degrees:
         batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
             f"dp {self.dp}{experts} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}"
-            f"{pipeline}, recompute {self.recompute}, ZeRO {self.zero_stage}"
+            f"{pipeline}, recompute {self.recompute_words}, ZeRO {self.zero_stage}"
         )
+
+    @property
+    def recompute_words(self) -> str:
+        """What is recomputed, with the number of layers if not all."""
+        if not self.recompute_layers:
+            return self.recompute
+        fewest, most = min(self.recompute_layers), max(self.recompute_layers)
+        counts = f"{fewest}-{most}" if fewest < most else f"{most}"
+        return f"{self.recompute}: {counts} a stage"
 
 
 Mesh = tuple[int, int, int, int]

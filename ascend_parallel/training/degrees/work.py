@@ -25,7 +25,7 @@ from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlo
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.training.degrees.folding import FoldedGraph
+from ascend_parallel.training.degrees.folding import FoldedGraph, LayerSpan
 from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.experts import COPY_ACCESSES, ExchangeWork, in_groups
@@ -77,6 +77,8 @@ class OperatorCosts:
 
     sequence
         The operators of the whole model in running order, as indices.
+    spans
+        The layers of the whole model.
     summed
         Seconds of the sums of gradients over the replica's ranks, once in a step.
     touched
@@ -103,6 +105,7 @@ class OperatorCosts:
     parameters: tuple[Parameter, ...]
     gathers_weights: bool
     kept: Mapping[str, RecomputeCost]
+    spans: tuple[LayerSpan, ...]
 
 
 def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
@@ -139,6 +142,7 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> Oper
         parameters=pricing.parameters(),
         gathers_weights=pricing.gathers_weights,
         kept=kept,
+        spans=folded.spans,
     )
 
 
