@@ -23,6 +23,7 @@ from ascend_parallel.training.degrees.evaluation import ranges, stage_sums
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, UnevenError, rescaled
 from ascend_parallel.training.degrees.search import rows_part
+from ascend_parallel.training.degrees.space import Degrees, sequence_degrees
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -148,6 +149,32 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks():
         whole = step_of_whole_plan(each.tables((), "910b", None), model, batch)
         assert search.evaluation.parts(each).total == pytest.approx(whole, rel=1e-5), each
         assert whole >= best.seconds * (1 - 1e-5), each
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("dp", "cp", "tp", "pp"), [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
+def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp):
+    evaluation = searching._Search(traced(llama), 4, 64e9, "910b", lambda text: None).evaluation
+    each = Degrees(dp=dp, cp=cp, tp=tp, pp=pp, rows=2, micro_batches=4 // dp)
+    tables = each.tables((), "910b", None)
+    assert (tables["mesh"]["cp"], tables["sequence_dim"]) == (cp, "cp")
+    model, batch = llama(rows=8)
+    predicted, whole = evaluation.parts(each).total, step_of_whole_plan(tables, model, batch)
+    if dp == 1:
+        assert predicted == pytest.approx(whole, rel=1e-5)
+    else:  # the whole plan sums slices over cp, between a reduce-scatter and an all-gather over dp
+        assert whole < predicted < 1.25 * whole
+
+
+def test_long_sequences_are_cut():
+    """By default only sequences of 32768 tokens or more; a given cp is kept."""
+    assert sequence_degrees(8, 32768, None) == (1, 2, 4, 8)
+    assert sequence_degrees(8, 4096, None) == (1,)
+    with pytest.raises(StrategyOptionError, match=r"cp=3: give a number that divides the 8 ranks and 4096 tokens"):
+        sequence_degrees(8, 4096, 3)
+    model, batch = llama(rows=4)
+    best = search_degrees(model, batch, ranks=4, memory=64e9, hardware="910b", cp=2).best
+    assert {each.degrees.cp for each in best} == {2}
 
 
 @pytest.mark.sample(2)

@@ -329,7 +329,7 @@ class Evaluation:
         """
         work = self.planner.work(degrees.rows, 1, 1, 1)
         saved = work.kept[degrees.recompute].saved[work.sequence].sum()
-        return float(saved / (degrees.ep * degrees.tp * degrees.pp))
+        return float(saved / (degrees.replica * degrees.pp))
 
     def _held(self, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return bytes of parameters, gradients, optimizer state and buffers of collectives, by rank."""
@@ -372,7 +372,7 @@ class Evaluation:
 
     def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
         """Return the seconds of a collective over the replicas, in buckets, by rank."""
-        costs = self.planner.costs(shared.dp, shared.ep * shared.tp)
+        costs = self.planner.costs(shared.dp, shared.replica)
         return np.array(
             [
                 count * costs.seconds(kind, size / count, 0) if shared.dp > 1 else 0.0
@@ -386,12 +386,12 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp, shared.ep)
+        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp, shared.ep, shared.cp)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
         self._ranks = np.array(ranks)
-        inside = shared.pp * shared.tp * shared.ep * shared.dp <= evaluation.hardware.collectives.domain
+        inside = shared.pp * shared.replica * shared.dp <= evaluation.hardware.collectives.domain
         self.hop = evaluation.costs.send(self.sums.sent, inside=inside) if several else 0.0
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
@@ -482,6 +482,7 @@ def _shared(degrees: Degrees) -> Degrees:
     return Degrees(
         dp=degrees.dp,
         ep=degrees.ep,
+        cp=degrees.cp,
         tp=degrees.tp,
         pp=degrees.pp,
         rows=degrees.rows,

@@ -25,8 +25,6 @@ def planning_obstacle(run: PublishedRun) -> str:
     """Return why plan-training cannot evaluate a run; "": it can."""
     if obstacle(run):
         return obstacle(run)
-    if run.cp > 1:
-        return "context parallelism"
     if run.flash_attention is False:
         return "attention that writes its scores"
     if run.ep > 1 and run.dp % run.ep:
@@ -53,6 +51,7 @@ def degrees_of(run: PublishedRun) -> Degrees:
     return Degrees(
         dp=run.dp // ep,
         ep=ep,
+        cp=run.cp or 1,
         tp=run.tp,
         pp=run.pp,
         rows=run.micro_batch * ep,

@@ -17,6 +17,7 @@ HEADS = (
     "",
     "dp",
     "ep",
+    "cp",
     "tp",
     "pp",
     "micro-batches",
@@ -105,11 +106,11 @@ def _longer(parts: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]
 
 
 def _rows(found: SearchResult) -> list[tuple[str, ...]]:
-    """Return the rows of the table; without experts no column has their degree."""
+    """Return the rows of the table; columns of ranks that share experts or sequences only if some do."""
     rows = [HEADS, *(_row(place, each, found) for place, each in enumerate(found.best, 1))]
-    place = HEADS.index("ep")
-    apart = any(candidate.degrees.ep > 1 for candidate in found.best)
-    return rows if apart else [(*row[:place], *row[place + 1 :]) for row in rows]
+    ones = {name for name in ("ep", "cp") if all(getattr(each.degrees, name) == 1 for each in found.best)}
+    shown = [place for place, name in enumerate(HEADS) if name not in ones]
+    return [tuple(row[place] for place in shown) for row in rows]
 
 
 def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ...]:
@@ -118,6 +119,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(place),
         str(degrees.dp),
         str(degrees.ep),
+        str(degrees.cp),
         f"{degrees.tp} (ZeRO-3-like)" if candidate.gathers_weights else str(degrees.tp),
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",

@@ -24,7 +24,7 @@ from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdow
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sizes
+from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sequence_degrees, sizes
 from ascend_parallel.training.degrees.work import NONE
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
@@ -81,6 +81,12 @@ def rows_of(batch: Sequence[Any]) -> int:
     return rows.pop()
 
 
+def length_of(batch: Sequence[Any]) -> int:
+    """Return the tokens of a sequence: the second dimension, if all tensors of the batch have the same; else 0."""
+    lengths = {tuple(value.shape[1:2]) for value in batch if isinstance(value, torch.Tensor)}
+    return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else 0
+
+
 def rows_part(value: Any, rows: int, dtype: str | None) -> Any:
     """Return the first rows of a tensor of the batch, in the dtype of mixed precision."""
     if not isinstance(value, torch.Tensor):
@@ -106,12 +112,15 @@ class ModelByBatchSize:
         The dtype of mixed precision; None: the model's own dtype.
     masters
         Whether the optimizer keeps fp32 weights.
+    length
+        The tokens of a sequence, the batch's second dimension; 0: none.
     """
 
     rows: int
     trace: Callable[[int], FoldedGraph]
     amp: str | None
     masters: bool
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,9 @@ def search_degrees(
     amp: AmpOptions | None = None,
     progress: Progress | None = None,
     ep: int | None = None,
+    cp: int | None = None,
 ) -> SearchResult:
-    """Search dp x ep x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
+    """Search dp x ep x cp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
     model, batch, loss
         As for `plan_training`: the model for a single card, a global batch, the mean loss. They may be on the meta
@@ -192,6 +202,8 @@ def search_degrees(
         Called with a text before each slow step.
     ep
         The ranks that share the experts of each `mixture_of_experts`; None: searched. A model without experts has 1.
+    cp
+        The ranks that share each sequence; None: searched for sequences of 32768 tokens or more, else 1.
 
     Raises `StrategyOptionError` for arguments that are not allowed, and for a model with strategies of its own;
     `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
@@ -206,8 +218,10 @@ def search_degrees(
         part = [rows_part(value, count, options.dtype) for value in batch]
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
-    traced = ModelByBatchSize(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
-    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep)
+    traced = ModelByBatchSize(
+        rows, trace, options.dtype, options.dtype is not None and options.master_weights, length_of(batch)
+    )
+    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep, cp=cp)
 
 
 def search_traced(
@@ -218,10 +232,11 @@ def search_traced(
     hardware: str,
     progress: Progress | None = None,
     ep: int | None = None,
+    cp: int | None = None,
 ) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
-    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep).run()
+    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep, cp).run()
 
 
 def experts_of(graph: Graph) -> int:
@@ -239,13 +254,14 @@ class _Search:
         hardware: str,
         progress: Progress,
         ep: int | None = None,
+        cp: int | None = None,
     ) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
         self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
         planner = Planner(self._folded, known, current_settings())
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
-        self._ep = ep
+        self._ep, self._cp = ep, cp
         self._considered, self._layers = 0, tuple[str, ...]()
         # Candidates that do not fit, with a lower bound of their memory; and the fastest of them that was planned.
         self._rejected: list[tuple[float, int, Degrees]] = []
@@ -295,14 +311,15 @@ class _Search:
         rows, first = self._traced.rows, self._folded(1)
         self._layers, most = first.layers, first.most_stages
         degrees_of_experts = expert_degrees(self._ranks, experts_of(first.graph), self._ep)
-        shapes = meshes(self._ranks, rows, most, degrees_of_experts)
+        parts = sequence_degrees(self._ranks, self._traced.length, self._cp)
+        shapes = meshes(self._ranks, rows, most, degrees_of_experts, parts)
         for size in sorted({size for dp, *_ in shapes for size in sizes(rows // dp)}):
             for shape in shapes:
-                dp, ep, tp, pp = shape
+                dp, ep, cp, tp, pp = shape
                 replica = rows // dp
                 if size not in sizes(replica) or size % ep:
                     continue
-                apart = f" x ep {ep}" if ep > 1 else ""
+                apart = "".join(f" x {name} {count}" for name, count in (("ep", ep), ("cp", cp)) if count > 1)
                 self._progress(f"micro-batches of {size} rows, dp {dp}{apart} x tp {tp} x pp {pp}")
                 for degrees in choices(shape, size, replica // size, first.layers, most):
                     self._considered += 1
