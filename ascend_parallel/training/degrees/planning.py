@@ -30,9 +30,11 @@ from ascend_parallel.tuning.cost_model.hardware import Hardware
 class Planner:
     """Plans and their work, cached; equal plans share their work."""
 
-    def __init__(self, folded: Callable[[int], FoldedGraph], hardware: Hardware, settings: Settings) -> None:
-        """Take the folded graph by rows of a micro-batch."""
-        self._folded, self._hardware, self._settings = folded, hardware, settings
+    def __init__(
+        self, folded: Callable[[int], FoldedGraph], hardware: Hardware, settings: Settings, *, ranks: int = 1
+    ) -> None:
+        """Take the folded graph by rows of a micro-batch; ranks: of the whole job, whose slowest sets the pace."""
+        self._folded, self._hardware, self._settings, self._ranks = folded, hardware, settings, ranks
         self.costs = cache(self._costs)
         self.work = cache(self._work)
         self._problem = cache(self._problem_of)
@@ -47,7 +49,7 @@ class Planner:
         plan = self._plan(rows, tp, dp, ep, cp)
         key = rows, tp, ep, cp, plan.digest
         if key not in self._known:
-            self._known[key] = work_of(self._folded(rows), plan, self._settings)
+            self._known[key] = work_of(self._folded(rows), plan, self._settings, self._ranks)
         return self._known[key]
 
     def _plan(self, rows: int, tp: int, dp: int, ep: int, cp: int) -> ShardingPlan:

@@ -38,7 +38,7 @@ def evaluate_run(run: PublishedRun) -> RunPrediction:
     """Return the seconds and the bytes that plan-training predicts at the run's degrees."""
     hardware = find_hardware(run.chip or "")
     traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
-    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, current_settings())
+    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, current_settings(), ranks=run.devices)
     evaluation = Evaluation(hardware, planner, masters=traced.masters)
     degrees = degrees_of(run)
     return RunPrediction(evaluation.parts(degrees).total, evaluation.memory(degrees).total)

@@ -259,7 +259,7 @@ class _Search:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
         self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
-        planner = Planner(self._folded, known, current_settings())
+        planner = Planner(self._folded, known, current_settings(), ranks=ranks)
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
         self._ep, self._cp = ep, cp
         self._considered, self._layers = 0, tuple[str, ...]()

@@ -115,12 +115,15 @@ def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
     return Recompute(modules=layers, collectives="recompute" if kind == COLLECTIVES else "keep")
 
 
-def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> OperatorCosts:
-    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks."""
+def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings, ranks: int = 1) -> OperatorCosts:
+    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks.
+
+    ranks: of the whole job, whose slowest sets the pace.
+    """
     hardware = plan.costs.hardware
     assert hardware is not None
     calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
-    model = CostModel(hardware)
+    model = CostModel(hardware.of_slowest(ranks))
     once = np.array([_seconds(plan, node, model) for node in calls])
     kinds = RECOMPUTE if folded.layers else (NONE,)
     pricing = _Pricing(plan, calls, once / PASSES, model, settings)
