@@ -50,7 +50,8 @@ def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: boo
     attended = heads * model.value_dim
     ffn = -(-(model.shared_ffn if sparse else model.ffn) // batch.tp)
     # Both norms' inputs and outputs; queries, keys, values; attention's result; the MLP before and after activation.
-    kept = 4 * own * model.hidden + rows * (projected + attended + ffn * (3 if model.gated else 2))
+    gated = 3 if batch.fused_activation else 4  # the activation before the product, too
+    kept = 4 * own * model.hidden + rows * (projected + attended + ffn * (gated if model.gated else 2))
     if sparse:
         kept += _of_experts(model, batch)
     statistics = heads * rows * STATISTICS[batch.device]

@@ -204,6 +204,10 @@ class Batch:
         Ranks that share the experts of each layer (expert parallel), and ranks that share each expert's width.
     fused_attention
         False: attention writes its scores to memory.
+    fused_activation
+        False: a gated activation runs as single operators.
+    rotary
+        "fused": one kernel; "sliced": one kernel between a slice and a concatenation; "split": single operators.
     """
 
     sequence: int
@@ -216,6 +220,8 @@ class Batch:
     ep: int = 1
     etp: int = 1
     fused_attention: bool = True
+    fused_activation: bool = True
+    rotary: str = "fused"
 
     def __post_init__(self) -> None:
         """Refuse values below 1."""
