@@ -190,6 +190,10 @@ class TransformerLayerTime:
         other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + self.unfused[1] + 2 * self.replicated
         return linear + other + self.recomputed(schedule, recompute)
 
+    def both(self, schedule: Schedule, recompute: str) -> float:
+        """Return the time of forward and backward."""
+        return self.forward(schedule) + self.backward(schedule, recompute)
+
     def _in_region(self, schedule: Schedule) -> bool:
         """Tell whether a region runs what stands between two attentions: experts are not part of one."""
         return schedule.region and self.batch.tp > 1 and self.experts is None
