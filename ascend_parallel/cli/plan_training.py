@@ -101,9 +101,9 @@ def plan_training(
         return
     typer.echo(text(found))
     for candidate, size in zip(found.best, planned.too_large, strict=False):
-        typer.echo(f"left out: {candidate.degrees}; planned as a whole it needs {size_of(size)}")
+        typer.echo(f"left out: {candidate}; planned as a whole it needs {size_of(size)}")
     typer.echo(f"the plan of the whole model: {size_of(planned.memory)} a rank, without buffers")
-    typer.echo(f"wrote {file}: {best.degrees}")
+    typer.echo(f"wrote {file}: {best}")
 
 
 def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None, shares: _Shares) -> _Search:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -164,6 +165,27 @@ def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp
         assert predicted == pytest.approx(whole, rel=1e-5)
     else:  # the whole plan sums slices over cp, between a reduce-scatter and an all-gather over dp
         assert whole < predicted < 1.25 * whole
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "rows", "label"),
+    [(llama, 4, 1, "4 (weights whole)"), (gpt, 8, 2, "8"), (llama, 4, 24, "4 (ZeRO-3-like)")],
+)
+def test_a_label_says_what_the_tensor_parallel_ranks_run(make, tp, rows, label):
+    search = searching._Search(traced(make, 24), tp, 64e9, "910b", lambda text: None)
+    degrees = Degrees(dp=1, tp=tp, pp=1, rows=rows, micro_batches=24 // rows)
+    memory = search.evaluation.memory(degrees)
+    candidate = search._candidate(degrees, memory)
+    assert candidate.tensor == label and f"x tp {label} x pp 1" in str(candidate)
+    model, _ = make()
+    held = memory.parameters / sum(4 * parameter.numel() for parameter in model.parameters())
+    assert (held > 0.5) == ("whole" in label) and held >= 0.9 / tp
+    plan = search.evaluation.at(degrees).work.plan
+    sent = Counter()
+    for each in plan.conversions:
+        if each.ahead:
+            sent[plan.graph.nodes[each.value.node].kind] += sum(step.nbytes for step in each.ahead.steps)
+    assert (sent.pop("parameter", 0) > sent.total()) == ("ZeRO" in label)
 
 
 def test_long_sequences_are_cut():

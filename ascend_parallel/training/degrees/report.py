@@ -77,7 +77,7 @@ def toml_of(tables: Mapping[str, Any], found: SearchResult, candidate: Candidate
     """Return the TOML text of a strategy's tables, with the prediction as a comment."""
     comment = (
         f"{HEADER}: {found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, {found.rows} rows\n"
-        f"# {candidate.degrees}\n"
+        f"# {candidate}\n"
         f"# predicted: {candidate.seconds:.4g} s a step, {size_of(candidate.memory.total)} a rank\n"
     )
     plain = [f"{key} = {json.dumps(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
@@ -120,7 +120,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(degrees.dp),
         str(degrees.ep),
         str(degrees.cp),
-        f"{degrees.tp} (ZeRO-3-like)" if candidate.gathers_weights else str(degrees.tp),
+        candidate.tensor,
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",
         _schedule(degrees),
@@ -144,7 +144,7 @@ def _outside(candidate: Candidate, found: SearchResult) -> str:
     name, size = max(vars(candidate.memory).items(), key=lambda pair: pair[1])
     slower = candidate.seconds / found.best[0].seconds - 1
     return (
-        f"does not fit: {candidate.degrees} needs {size_of(candidate.memory.total)}, {size_of(size)} of it {name}, "
+        f"does not fit: {candidate} needs {size_of(candidate.memory.total)}, {size_of(size)} of it {name}, "
         f"for a step of {candidate.seconds:.4g} s ({100 * slower:+.1f} %)"
     )
 
@@ -153,6 +153,7 @@ def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
     return {
         "degrees": vars(candidate.degrees),
         "gathers_weights": candidate.gathers_weights,
+        "whole_weights": candidate.whole_weights,
         "seconds": candidate.seconds,
         "parts": vars(candidate.parts),
         "bubble": candidate.parts.bubble / candidate.seconds,

@@ -129,6 +129,8 @@ class Candidate:
 
     gathers_weights
         Whether the tensor-parallel ranks gather weights rather than activations, as ZeRO-3 does.
+    whole_weights
+        Whether the tensor-parallel ranks hold most weights whole, as data or context parallel ranks do.
     recomputed
         The patterns of the layers that are recomputed, if not all are.
     """
@@ -137,7 +139,18 @@ class Candidate:
     parts: StepBreakdown
     memory: RankBytes
     gathers_weights: bool = False
+    whole_weights: bool = False
     recomputed: tuple[str, ...] = ()
+
+    @property
+    def tensor(self) -> str:
+        """The tensor-parallel ranks, with what they really run if it is not tensor parallelism."""
+        like = " (ZeRO-3-like)" if self.gathers_weights else " (weights whole)" if self.whole_weights else ""
+        return f"{self.degrees.tp}{like}"
+
+    def __str__(self) -> str:
+        """Return the degrees in words, with what runs."""
+        return str(self.degrees).replace(f" x tp {self.degrees.tp} x", f" x tp {self.tensor} x", 1)
 
     @property
     def seconds(self) -> float:
@@ -347,9 +360,11 @@ class _Search:
             self._fastest = (bound, degrees)
 
     def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
-        gathers = self.evaluation.at(degrees).work.gathers_weights
+        work = self.evaluation.at(degrees).work
         recomputed = self.evaluation.recomputed(degrees) if degrees.recompute_layers else ()
-        return Candidate(degrees, self.evaluation.parts(degrees), memory, gathers, recomputed)
+        return Candidate(
+            degrees, self.evaluation.parts(degrees), memory, work.gathers_weights, work.whole_weights, recomputed
+        )
 
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""

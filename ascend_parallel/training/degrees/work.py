@@ -87,6 +87,8 @@ class OperatorCosts:
         Bytes of a rank that cross the cut after the operator.
     gathers_weights
         Whether forward gathers more bytes of parameters than of activations: "tp" then runs as ZeRO-3 does.
+    whole_weights
+        Whether most bytes of parameters are whole on each of several "tp" ranks: they cut the batch or the sequence.
     whole, crossing
         Seconds on one rank and whole bytes that cross, as `balanced` cuts stages.
     """
@@ -104,6 +106,7 @@ class OperatorCosts:
     crossing: Numbers
     parameters: tuple[Parameter, ...]
     gathers_weights: bool
+    whole_weights: bool
     kept: Mapping[str, RecomputeCost]
     spans: tuple[LayerSpan, ...]
 
@@ -144,6 +147,7 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings, ranks: 
         crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
         parameters=pricing.parameters(),
         gathers_weights=pricing.gathers_weights,
+        whole_weights=pricing.whole_weights,
         kept=kept,
         spans=folded.spans,
     )
@@ -182,6 +186,16 @@ class _Pricing:
                 self.backward[place] += back
             else:
                 self.forward[place] += sum(step.seconds for step in steps)
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether most bytes of parameters are whole along the mesh's last dimension, of several ranks."""
+        sizes = {True: 0.0, False: 0.0}
+        for node in self._plan.graph.nodes.values():
+            if node.kind == PARAMETER:
+                value = Value(node.name)
+                sizes[self._plan.layouts[value][-1].kind == "replicate"] += self.local_bytes(value)
+        return self._shape[-1] > 1 and sizes[True] > sizes[False]
 
     def local_bytes(self, value: Value) -> float:
         """Return the bytes of a rank's part of a tensor."""
