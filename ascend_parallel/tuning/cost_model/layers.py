@@ -26,10 +26,11 @@ SOFTMAX_BYTES = {"cuda": (4 + 5, 5 + 6), "npu": (6 + 8 + 8 + 6, 6 + 12 + 8 + 6),
 # Beyond a fused kernel: tensors that pass through memory, and launches, forward and backward. Rotary embedding
 # (MindSpeed-LLM 1.0.RC3, modellink/core/models/common/embeddings/rotary_pos_embedding.py): "sliced" cuts off the part
 # that is not rotated, which is empty, and appends it; backward writes zeros for it and adds them. "split" runs two
-# products, a negation, two concatenations and a sum, too. A gated activation (modellink/model/transformer.py):
-# chunk, silu or gelu, and a product, each through memory.
+# products, a negation, two concatenations and a sum, too. A gated activation (modellink/model/transformer.py,
+# modellink/core/transformer/mlp.py): "split" is chunk, silu or gelu, and a product, each through memory; "tanh" has
+# gelu's approximation by tanh, written out, in the place of gelu.
 EXTRA_ROTARY = {"fused": ((0, 0), (0, 0)), "sliced": ((2, 1), (4, 2)), "split": ((10, 5), (10, 6))}
-EXTRA_ACTIVATION = ((2, 1), (7, 3))
+EXTRA_ACTIVATION = {"fused": ((0, 0), (0, 0)), "split": ((2, 1), (7, 3)), "tanh": ((18, 8), (32, 13))}
 # Bytes that cross-entropy moves for each logit in 16 bits, forward and backward: Megatron-core's
 # tensor_parallel/cross_entropy.py casts to fp32, and takes maximum, difference, exponential, sum and quotient; backward
 # multiplies and casts back.
@@ -128,11 +129,10 @@ class TransformerLayerTime:
         model, batch = self.model, self.batch
         heads = -(-(model.heads + model.kv_heads) // batch.tp)
         found = []
-        for rotary, activation in zip(EXTRA_ROTARY[batch.rotary], EXTRA_ACTIVATION, strict=True):
+        for rotary, activation in zip(EXTRA_ROTARY[batch.rotary], EXTRA_ACTIVATION[batch.activation], strict=True):
             rotated = self._elementwise(rotary[0] * batch.rows * heads * model.head_dim, 2 * rotary[1])
-            whole = batch.fused_activation or not model.gated or not self._width
-            width = 0 if whole else -(-self._width // batch.tp)
-            activated = self._elementwise(activation[0] * batch.rows * width, 0 if whole else activation[1])
+            width = -(-self._width // batch.tp) if model.gated else 0
+            activated = self._elementwise(activation[0] * batch.rows * width, activation[1] if width else 0)
             found.append(self._whole(rotated) + self._whole(activated))
         return found[0], found[1]
 

@@ -52,7 +52,7 @@ class PublishedRun:
         Of a mixture of experts, each as wide as `ffn`.
     ep, etp
         Ranks that share the experts of a layer, and the width of each.
-    fused_activation, rotary
+    activation, rotary
         How the script runs them (`Batch`).
     """
 
@@ -100,7 +100,7 @@ class PublishedRun:
     dtype: str = ""
     recompute: str = ""
     flash_attention: bool | None = None
-    fused_activation: bool | None = None
+    activation: str = ""
     rotary: str = ""
     mc2_in_script: bool | None = None
     overlap_grad_reduce: bool | None = None
