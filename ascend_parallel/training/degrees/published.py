@@ -12,7 +12,7 @@ from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset
 from ascend_parallel.training.degrees.report import why
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.search import Candidate, search_traced
+from ascend_parallel.training.degrees.search import Candidate, candidate_of, search_traced
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import COLLECTIVES, NONE
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
@@ -111,7 +111,7 @@ def launched_runs() -> list[LaunchedRun]:
 def compare_launch(run: PublishedRun) -> LaunchedRun:
     """Compare a script's degrees with the best in a card's memory, or in as much as the script is predicted to need."""
     hardware, evaluation, degrees = find_hardware(run.chip or ""), evaluation_of(run), degrees_of(run)
-    theirs = Candidate(degrees, evaluation.parts(degrees), evaluation.memory(degrees))
+    theirs = candidate_of(evaluation, degrees, evaluation.memory(degrees))
     traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
     limit = max(hardware.memory.capacity, theirs.memory.total)
     found = search_traced(traced, ranks=run.devices, memory=limit, hardware=hardware.name)
@@ -123,10 +123,10 @@ def launch_page(rows: Iterable[LaunchedRun]) -> str:
     cells = [
         (
             row.run.id,
-            str(row.theirs.degrees),
+            str(row.theirs),
             *_size(row.theirs),
             "yes" if row.fits else "no",
-            str(row.best.degrees),
+            str(row.best),
             *_size(row.best),
             why(row.theirs, row.best),
         )

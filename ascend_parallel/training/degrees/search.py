@@ -258,6 +258,14 @@ def experts_of(graph: Graph) -> int:
     return gcd(*(call.inputs[experts.UP].shape[0] for call in calls))
 
 
+def candidate_of(evaluation: Evaluation, degrees: Degrees, memory: RankBytes) -> Candidate:
+    """Return degrees with their time, and what runs."""
+    work = evaluation.at(degrees).work
+    recomputed = evaluation.recomputed(degrees) if degrees.recompute_layers else ()
+    parts = evaluation.parts(degrees)
+    return Candidate(degrees, parts, memory, work.gathers_weights, work.whole_weights, recomputed)
+
+
 class _Search:
     def __init__(
         self,
@@ -360,11 +368,7 @@ class _Search:
             self._fastest = (bound, degrees)
 
     def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
-        work = self.evaluation.at(degrees).work
-        recomputed = self.evaluation.recomputed(degrees) if degrees.recompute_layers else ()
-        return Candidate(
-            degrees, self.evaluation.parts(degrees), memory, work.gathers_weights, work.whole_weights, recomputed
-        )
+        return candidate_of(self.evaluation, degrees, memory)
 
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""

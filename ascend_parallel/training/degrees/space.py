@@ -119,6 +119,8 @@ class Degrees:
         if not self.recompute_layers:
             return self.recompute
         fewest, most = min(self.recompute_layers), max(self.recompute_layers)
+        if most == 0:
+            return f"{self.recompute}: those that two stages share"
         counts = f"{fewest}-{most}" if fewest < most else f"{most}"
         return f"{self.recompute}: {counts} a stage"
 
