@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from ascend_parallel.settings import current_settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset
@@ -24,6 +24,8 @@ DTYPE = "bfloat16"
 # Recompute of the rows that plan-training has too.
 RECOMPUTE = {NONE: NONE, "full": COLLECTIVES}
 MOST_ZERO_STAGE_IN_PIPELINE = 1
+# MC2's own tiling is not modelled: the better of these numbers of chunks stands for it.
+MC2_CHUNKS = (2, 4)
 
 
 def planning_obstacle(run: PublishedRun) -> str:
@@ -41,15 +43,18 @@ def planning_obstacle(run: PublishedRun) -> str:
 
 def evaluate_run(run: PublishedRun) -> RunPrediction:
     """Return the seconds and the bytes that plan-training predicts at the run's degrees."""
-    evaluation, degrees = evaluation_of(run), degrees_of(run)
-    return RunPrediction(evaluation.parts(degrees).total, evaluation.memory(degrees).total)
+    degrees = degrees_of(run)
+    every = [Settings(num_chunks=count) for count in MC2_CHUNKS] if run.mc2_in_script else [current_settings()]
+    evaluations = [evaluation_of(run, settings) for settings in every]
+    fastest = min(evaluations, key=lambda evaluation: evaluation.parts(degrees).total)
+    return RunPrediction(fastest.parts(degrees).total, fastest.memory(degrees).total)
 
 
-def evaluation_of(run: PublishedRun) -> Evaluation:
+def evaluation_of(run: PublishedRun, settings: Settings) -> Evaluation:
     """Return the evaluation for a run's model, batch and cards."""
     hardware = find_hardware(run.chip or "")
     traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
-    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, current_settings(), ranks=run.devices)
+    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, settings, ranks=run.devices)
     return Evaluation(hardware, planner, masters=traced.masters)
 
 
@@ -110,7 +115,11 @@ def launched_runs() -> list[LaunchedRun]:
 
 def compare_launch(run: PublishedRun) -> LaunchedRun:
     """Compare a script's degrees with the best in a card's memory, or in as much as the script is predicted to need."""
-    hardware, evaluation, degrees = find_hardware(run.chip or ""), evaluation_of(run), degrees_of(run)
+    hardware, evaluation, degrees = (
+        find_hardware(run.chip or ""),
+        evaluation_of(run, current_settings()),
+        degrees_of(run),
+    )
     theirs = candidate_of(evaluation, degrees, evaluation.memory(degrees))
     traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
     limit = max(hardware.memory.capacity, theirs.memory.total)
