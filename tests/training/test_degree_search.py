@@ -355,3 +355,21 @@ def test_a_strategy_is_found_in_one_call():
     strategy = Strategy.search(model, batch, ranks=4, memory=64e9, hardware="910b1")
     assert strategy == Strategy.from_dict(best)
     assert strategy.ranks == 4 and strategy.hardware == "910b1"
+
+
+def test_what_is_recomputed_in_words_and_patterns():
+    plain = Degrees(dp=1, tp=1, pp=2, rows=1, micro_batches=2, recompute="layers")
+    words = {
+        (): "layers",
+        (2, 0): "layers: 0-2 a stage",
+        (3, 3): "layers: 3 a stage",
+        (0, 0): "layers: those that two stages share",
+    }
+    for counts, said in words.items():
+        assert f"recompute {said}, ZeRO" in str(replace(plain, recompute_layers=counts))
+    assert ranges(("layers.0", "layers.1", "layers.3", "other.4", "7", "8")) == (
+        "layers.0-1",
+        "layers.3",
+        "other.4",
+        "7-8",
+    )
