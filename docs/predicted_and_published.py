@@ -9,21 +9,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ascend_parallel.training.degrees.published import evaluate_run, planning_obstacle
+from ascend_parallel.training.degrees.published import evaluate_run, launch_page, launched_runs, planning_obstacle
 from ascend_parallel.tuning.published.report import compare_runs, page
 
 PREDICT, PLANNED = "<!-- predict: below -->\n", "<!-- plan-training: below -->\n"
+LAUNCHES = "<!-- launch scripts: below -->\n"
 
 
 def main() -> None:
     """Print the tables, or write them into the file named."""
-    by_predict, by_search = page(compare_runs()), planned()
+    by_predict, by_search, launches = page(compare_runs()), planned(), launch_page(launched_runs())
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
         document = inserted(path.read_text(encoding="utf-8"), PREDICT, by_predict)
-        path.write_text(inserted(document, PLANNED, by_search), encoding="utf-8")
+        document = inserted(document, PLANNED, by_search)
+        path.write_text(inserted(document, LAUNCHES, launches), encoding="utf-8")
     else:
-        sys.stdout.write(by_predict + by_search)
+        sys.stdout.write(by_predict + by_search + launches)
 
 
 def planned() -> str:

@@ -20,6 +20,7 @@ FLOAT32 = "float32"
 DTYPES = ("bfloat16", FLOAT32)
 FILES = (".json", ".toml")
 Progress = Callable[[str], None]
+_Shares = dict[str, int | None]
 _Search = Callable[[int, float, str, Progress], tuple[Any, Any]]
 
 
@@ -36,6 +37,12 @@ def plan_training(
     ep: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer; default: searched."),
+    ] = None,
+    cp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Ranks that share each sequence; default: searched from 32768 tokens, else 1."
+        ),
     ] = None,
     hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     batch: Annotated[
@@ -59,7 +66,7 @@ def plan_training(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds and bytes.")] = False,
 ) -> None:
-    """Search data, expert, tensor and pipeline parallel sizes, micro-batches, schedule, recompute and ZeRO stage.
+    """Search data, expert, context, tensor and pipeline parallel sizes, micro-batches, schedule, recompute and ZeRO.
 
     Prints the ten fastest by the cost model that fit, with the reasons why the others are slower, and writes the
     fastest as a strategy. Starts no process and needs no device. docs/degrees.md has the formulas and their sources.
@@ -79,8 +86,11 @@ def plan_training(
         _check_file(file)
         amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
         of_function = ":" in model
+        shares = {"ep": ep, "cp": cp}
         search = (
-            _of_function(model, batch, seq, amp, ep) if of_function else _of_preset(model, ranks, batch, seq, amp, ep)
+            _of_function(model, batch, seq, amp, shares)
+            if of_function
+            else _of_preset(model, ranks, batch, seq, amp, shares)
         )
         find_hardware(hardware)
         found, planned = search(ranks, limit, hardware, status.update)
@@ -91,12 +101,12 @@ def plan_training(
         return
     typer.echo(text(found))
     for candidate, size in zip(found.best, planned.too_large, strict=False):
-        typer.echo(f"left out: {candidate.degrees}; planned as a whole it needs {size_of(size)}")
+        typer.echo(f"left out: {candidate}; planned as a whole it needs {size_of(size)}")
     typer.echo(f"the plan of the whole model: {size_of(planned.memory)} a rank, without buffers")
-    typer.echo(f"wrote {file}: {best.degrees}")
+    typer.echo(f"wrote {file}: {best}")
 
 
-def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None, ep: int | None) -> _Search:
+def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None, shares: _Shares) -> _Search:
     """Return the search for a user's model."""
     from ascend_parallel.training import AmpOptions
     from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
@@ -110,7 +120,15 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None,
         options = AmpOptions(dtype=None if amp == FLOAT32 else amp)
         how = loss or mean_loss
         found = search_degrees(
-            model, data, ranks=ranks, memory=limit, hardware=hardware, loss=how, amp=options, progress=progress, ep=ep
+            model,
+            data,
+            ranks=ranks,
+            memory=limit,
+            hardware=hardware,
+            loss=how,
+            amp=options,
+            progress=progress,
+            **shares,
         )
         progress("planning the whole model")
         return found, planned_whole(found, model, data, how)
@@ -118,7 +136,7 @@ def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None,
     return search
 
 
-def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None, ep: int | None) -> _Search:
+def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None, shares: _Shares) -> _Search:
     """Return the search for a preset of the cost model, or for a model that a file describes."""
     from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
     from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
@@ -133,7 +151,7 @@ def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: s
     def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
         dtype = amp or find_hardware(hardware).dtype
         traced = traced_preset(preset, length, size, dtype)
-        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress, ep=ep)
+        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress, **shares)
         progress("planning the whole model")
         return found, planned_whole(found, *built_preset(preset, length, size), mean_loss)
 

@@ -117,7 +117,9 @@ KINDS = [
 def test_every_kind_of_choice_trains(ranks, tmp_path, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 2, "micro_batches": 16 // kind.get("dp", 1) // 2} | kind))
     layers = ("layers.*",)
-    assert degrees in choices((degrees.dp, degrees.ep, degrees.tp, degrees.pp), 2, degrees.micro_batches, layers, 8)
+    assert degrees in choices(
+        (degrees.dp, degrees.ep, degrees.cp, degrees.tp, degrees.pp), 2, degrees.micro_batches, layers, 8
+    )
     path = tmp_path / "kind.toml"
     path.write_text(toml(degrees.tables(layers, "cpu-gloo", None)))
     for losses in ranks(4).run(trained, str(path)):

@@ -226,3 +226,17 @@ def test_a_verdict_ends_the_prediction(run):
     assert 0.2 < verdict["mfu"] < 0.8
     text = " ".join(run(*words).stdout.split())
     assert f"verdict: {verdict['seconds']:.4g} s a step" in text and f"MFU {verdict['mfu']:.1%}" in text
+
+
+def test_a_verdict_says_what_is_hidden_and_what_is_exposed(run):
+    """The collectives of a layer's passes, call by call; and the slowest of the cards."""
+    words = ["--model", "llama2-7b", "--tp", "8"]
+    found = json.loads(run(*words, "--json").stdout)
+    verdict, calls = found["verdict"], [call for call in found["calls"] if call["layer"] != "logits"]
+    assert verdict["communication"] == pytest.approx(sum(call["communication"] for call in calls))
+    for key, kind in (("exposed", "best"), ("exposed_serial", "serial")):
+        assert verdict[key] == pytest.approx(sum(call[kind] - call["computation"] for call in calls))
+    assert 0 < verdict["exposed"] < verdict["exposed_serial"] < verdict["communication"]
+    text = " ".join(run(*words).stdout.split())
+    assert f"{1e3 * verdict['exposed']:.3f} ms exposed" in text
+    assert f"The slowest of 8 cards computes {verdict['slowest']:.1%} slower" in text and 0 < verdict["slowest"] < 0.05

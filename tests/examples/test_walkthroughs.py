@@ -59,7 +59,7 @@ def test_a_planner_gets_strategies_for_64_and_1024_ranks_and_a_page(tmp_path):
         assert Strategy.from_toml(file).ranks == ranks
         gigabytes = float(re.search(r"a step, ([\d.]+) GB a rank", file.read_text())[1])
         assert 5 < gigabytes <= 60
-        rows = re.findall(r"^\d+ +(\d+) +(\d+) +(\d+) .* (\d[\d.]*) +[\d.]+ GB", printed, re.MULTILINE)
+        rows = re.findall(r"^\d+ +(\d+) +(\d+)(?: \([^)]*\))? +(\d+) .* (\d[\d.]*) +[\d.]+ GB", printed, re.MULTILINE)
         assert len(rows) == 10
         assert {int(dp) * int(tp) * int(pp) for dp, tp, pp, _ in rows} == {ranks}
         seconds = [float(row[3]) for row in rows]

@@ -28,7 +28,7 @@ def step_of_whole_plan(tables, model, batch):
     assert not strategy.recompute.modules
     options, hardware = strategy.pipeline, find_hardware(strategy.hardware)
     planned = plan_training(strategy, model, batch)
-    plan, costs = planned.plan, CostModel(hardware)
+    plan, costs = planned.plan, CostModel(hardware.of_slowest(strategy.ranks))
     stage_of = planned.stages or {name: 0 for name, node in plan.graph.nodes.items() if node.kind == CALL}
     count = max(stage_of.values()) + 1
     forward, backward, sent = [0.0] * count, [0.0] * count, [0.0] * count

@@ -104,7 +104,7 @@ def test_groups_hide_a_part_of_the_all_to_alls():
 def test_the_best_are_those_of_exhaustive_search():
     found = searching.search_traced(traced(), ranks=4, memory=LIMIT, hardware=HARDWARE)
     search = searching._Search(traced(), 4, LIMIT, HARDWARE, lambda text: None)
-    candidates = list(search._candidates())
+    candidates = [each for each in search._candidates() if each.recompute == "none"]  # all fit without recompute
     assert {(each.dp, each.ep, each.tp, each.pp) for each in candidates} >= {*MESHES, (4, 1, 1, 1), (1, 1, 4, 1)}
     assert all(each.rows % each.ep == 0 for each in candidates)
     times = sorted(search.evaluation.parts(each).total for each in candidates)

@@ -28,6 +28,7 @@ KINDS = [
     {"dp": 2, "tp": 2, "micro_batches": 2, "rows": 4, "recompute": "layers+collectives"},
     {"pp": 4, "micro_batches": 4, "rows": 4, "schedule": "gpipe"},
     {"pp": 4, "micro_batches": 8, "rows": 2, "recompute": "layers"},
+    {"pp": 2, "dp": 2, "micro_batches": 4, "rows": 2, "recompute": "layers", "recompute_layers": (1, 0)},
     {"dp": 2, "pp": 2, "micro_batches": 4, "rows": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
     {"tp": 2, "pp": 2, "micro_batches": 8, "rows": 2, "schedule": "zbv", "virtual_stages": 2},
 ]
@@ -41,13 +42,15 @@ def model_and_batch():
 
 
 def predicted(degrees):
+    """Return the predicted bytes, and the patterns of the layers that are recomputed."""
     model, batch = model_and_batch()
 
     def folded(rows):
         return fold(trace_with_loss(model, mean_loss, [value[:rows] for value in batch]))
 
     hardware = find_hardware("cpu-gloo")
-    return Evaluation(hardware, Planner(folded, hardware, current_settings()), masters=False).memory(degrees)
+    evaluation = Evaluation(hardware, Planner(folded, hardware, current_settings()), masters=False)
+    return evaluation.memory(degrees), evaluation.recomputed(degrees)
 
 
 def most_bytes(_group, tables):
@@ -59,8 +62,9 @@ def most_bytes(_group, tables):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_holds_what_was_predicted(ranks, kind):
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1} | kind))
-    memory = predicted(degrees)
-    measured = max(ranks(4).run(most_bytes, degrees.tables(("layers.*",), "cpu-gloo", None)))
+    memory, layers = predicted(degrees)
+    assert layers == (("layers.0",) if degrees.recompute_layers else ("layers.0-3",))
+    measured = max(ranks(4).run(most_bytes, degrees.tables(layers, "cpu-gloo", None)))
     buckets = 3 * memory.gradients if degrees.dp > 1 else 0.0  # of a model smaller than a bucket
     if degrees.zero_stage in (2, 3):
         buckets *= degrees.dp

@@ -1,8 +1,12 @@
 """The search for degrees: against exhaustive search, whole plans, and the simulation of schedules."""
 
 import functools
+import itertools
 import random
 import sys
+from collections import Counter
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +20,11 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.training import Strategy, StrategyOptionError, recompute, search_degrees
 from ascend_parallel.training.degrees import search as searching
+from ascend_parallel.training.degrees.evaluation import ranges, stage_sums
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.rescaling import GraphFamily, LinearFit, UnevenError, rescaled
 from ascend_parallel.training.degrees.search import rows_part
+from ascend_parallel.training.degrees.space import Degrees, sequence_degrees
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -61,9 +67,19 @@ def traced(make, rows=8):
 
 
 def every(make, ranks, limit, rows=8):
-    """Return a search and all its candidates that fit, looked at one by one."""
+    """Return a search and all its candidates that fit, with each choice of layers to recompute."""
     search = searching._Search(traced(make, rows), ranks, limit, "910b", lambda text: None)
-    return search, [each for each in search._candidates() if search.evaluation.memory(each).total <= limit]
+    fits = lambda each: search.evaluation.memory(each).total <= limit  # noqa: E731
+    wholes = [replace(each, recompute_layers=()) for each in search._candidates()]
+    return search, [each for whole in wholes for each in parts_of(search.evaluation, whole) if fits(each)]
+
+
+def parts_of(evaluation, degrees):
+    """Return degrees with every number of recomputed layers on each rank, and with all."""
+    if degrees.recompute == "none":
+        return [degrees]
+    layers = [range(int(most)) for most in evaluation.at(degrees).layers_of_ranks + 1]
+    return [degrees, *(replace(degrees, recompute_layers=counts) for counts in itertools.product(*layers))]
 
 
 def found(make, ranks, limit, rows=8):
@@ -77,12 +93,42 @@ def found(make, ranks, limit, rows=8):
 def test_the_best_are_those_of_exhaustive_search(make, ranks, limit):
     best = found(make, ranks, limit, rows=24).best
     search, candidates = every(make, ranks, limit, rows=24)
-    times = sorted(search.evaluation.parts(each).total for each in candidates)
+    fastest, plain = {}, {each for each in candidates if each.recompute == "none"}
+    for each in candidates:
+        if each.recompute != "none" and replace(each, recompute="none", recompute_layers=()) in plain:
+            continue  # recompute takes time, and it fits without
+        key = replace(each, recompute_layers=())
+        fastest[key] = min(fastest.get(key, inf), search.evaluation.parts(each).total)
+    times = sorted(fastest.values())
     assert [each.seconds for each in best] == times[: len(best)]
+    if limit < 1e9:
+        assert any(each.degrees.recompute_layers and each.recomputed for each in best)
     assert len(best) == min(searching.BEST, len(times))
     for each in candidates:
         assert search.evaluation.bound(each) <= search.evaluation.parts(each).total * (1 + 1e-12), each
         assert search.evaluation.least_memory(each) <= search.evaluation.memory(each).total, each
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("stages", "kind"), [(1, "layers"), (3, "layers+collectives"), (4, "layers")])
+def test_some_layers_of_a_stage_cost_what_the_whole_plan_says(stages, kind):
+    """The folded rows beside the plan of the whole graph with these modules by name; 4 stages cut 6 layers inside."""
+    model, batch = llama(layers=6)
+    graph = trace_with_loss(model, mean_loss, batch)
+    folded, mesh = fold(graph), ProcessMesh([0, 1], ["tp"])
+    few = work_of(folded, propagate(folded.graph, mesh, objective="time"), current_settings())
+    sums = stage_sums(few, stages)
+    for count in range(4):
+        counts = np.arange(stages) % 2 + count
+        named = FoldedGraph(graph, np.arange(len(few.sequence)), ranges(sums.recomputed(counts)), 6)
+        whole = work_of(named, propagate(graph, mesh, objective="time"), current_settings()).kept
+        whole = whole[kind] if named.layers else whole["none"]
+        rows = sums.recompute(kind).rows(counts)
+        places = np.split(np.arange(len(few.sequence)), sums.cuts[1:])
+        assert rows.saved == pytest.approx([whole.saved[place].sum() for place in places])
+        again = whole.again + whole.again_sent
+        assert rows.again == pytest.approx([again[place].sum() for place in places])
+        assert rows.inside == pytest.approx([whole.inside[place].max() for place in places])
 
 
 @pytest.mark.slow
@@ -104,6 +150,53 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks():
         whole = step_of_whole_plan(each.tables((), "910b", None), model, batch)
         assert search.evaluation.parts(each).total == pytest.approx(whole, rel=1e-5), each
         assert whole >= best.seconds * (1 - 1e-5), each
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("dp", "cp", "tp", "pp"), [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
+def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp):
+    evaluation = searching._Search(traced(llama), 4, 64e9, "910b", lambda text: None).evaluation
+    each = Degrees(dp=dp, cp=cp, tp=tp, pp=pp, rows=2, micro_batches=4 // dp)
+    tables = each.tables((), "910b", None)
+    assert (tables["mesh"]["cp"], tables["sequence_dim"]) == (cp, "cp")
+    model, batch = llama(rows=8)
+    predicted, whole = evaluation.parts(each).total, step_of_whole_plan(tables, model, batch)
+    if dp == 1:
+        assert predicted == pytest.approx(whole, rel=1e-5)
+    else:  # the whole plan sums slices over cp, between a reduce-scatter and an all-gather over dp
+        assert whole < predicted < 1.25 * whole
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "rows", "label"),
+    [(llama, 4, 1, "4 (weights whole)"), (gpt, 8, 2, "8"), (llama, 4, 24, "4 (ZeRO-3-like)")],
+)
+def test_a_label_says_what_the_tensor_parallel_ranks_run(make, tp, rows, label):
+    search = searching._Search(traced(make, 24), tp, 64e9, "910b", lambda text: None)
+    degrees = Degrees(dp=1, tp=tp, pp=1, rows=rows, micro_batches=24 // rows)
+    memory = search.evaluation.memory(degrees)
+    candidate = search._candidate(degrees, memory)
+    assert candidate.tensor == label and f"x tp {label} x pp 1" in str(candidate)
+    model, _ = make()
+    held = memory.parameters / sum(4 * parameter.numel() for parameter in model.parameters())
+    assert (held > 0.5) == ("whole" in label) and held >= 0.9 / tp
+    plan = search.evaluation.at(degrees).work.plan
+    sent = Counter()
+    for each in plan.conversions:
+        if each.ahead:
+            sent[plan.graph.nodes[each.value.node].kind] += sum(step.nbytes for step in each.ahead.steps)
+    assert (sent.pop("parameter", 0) > sent.total()) == ("ZeRO" in label)
+
+
+def test_long_sequences_are_cut():
+    """By default only sequences of 32768 tokens or more; a given cp is kept."""
+    assert sequence_degrees(8, 32768, None) == (1, 2, 4, 8)
+    assert sequence_degrees(8, 4096, None) == (1,)
+    with pytest.raises(StrategyOptionError, match=r"cp=3: give a number that divides the 8 ranks and 4096 tokens"):
+        sequence_degrees(8, 4096, 3)
+    model, batch = llama(rows=4)
+    best = search_degrees(model, batch, ranks=4, memory=64e9, hardware="910b", cp=2).best
+    assert {each.degrees.cp for each in best} == {2}
 
 
 @pytest.mark.sample(2)
@@ -262,3 +355,21 @@ def test_a_strategy_is_found_in_one_call():
     strategy = Strategy.search(model, batch, ranks=4, memory=64e9, hardware="910b1")
     assert strategy == Strategy.from_dict(best)
     assert strategy.ranks == 4 and strategy.hardware == "910b1"
+
+
+def test_what_is_recomputed_in_words_and_patterns():
+    plain = Degrees(dp=1, tp=1, pp=2, rows=1, micro_batches=2, recompute="layers")
+    words = {
+        (): "layers",
+        (2, 0): "layers: 0-2 a stage",
+        (3, 3): "layers: 3 a stage",
+        (0, 0): "layers: those that two stages share",
+    }
+    for counts, said in words.items():
+        assert f"recompute {said}, ZeRO" in str(replace(plain, recompute_layers=counts))
+    assert ranges(("layers.0", "layers.1", "layers.3", "other.4", "7", "8")) == (
+        "layers.0-1",
+        "layers.3",
+        "other.4",
+        "7-8",
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import predicted_and_published
 import pytest
 
+from ascend_parallel.training.degrees.published import compare_launch, launch_page
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle
@@ -76,6 +77,15 @@ def test_the_page_has_the_tables_of_plan_training():
         document, predicted_and_published.PLANNED, predicted_and_published.planned()
     )
     assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"
+
+
+@pytest.mark.slow
+def test_the_page_has_a_launch_script_beside_the_search():
+    """One of the ten rows; all are of the same function."""
+    run = run_of("msllm-1.0.rc3-llama2-7b-4k")
+    launched = compare_launch(run)
+    assert launched.fits and launched.best.seconds <= launched.theirs.seconds < 1.05 * launched.best.seconds
+    assert launch_page([launched]).splitlines()[-1] in PAGE.read_text(encoding="utf-8")
 
 
 def test_no_published_run_of_mindspeed_is_predicted_not_to_fit(comparison):

@@ -2,11 +2,13 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Task, length, pipeline_tasks, simulate
 
+from ascend_parallel.tuning.cost_model.hardware import expected_maximum, find_hardware
 from ascend_parallel.tuning.cost_model.step import spread
 from ascend_parallel.tuning.step_time.lanes import lanes, page
 from ascend_parallel.tuning.step_time.step import StepWork, exposed, gathered_pass, time_step
@@ -106,3 +108,29 @@ def test_lanes_end_with_the_step_and_do_not_overlap(schedule, ranks, virtual, un
             assert first.stop <= second.start + 1e-12
     html = page(work, "a step", ["a note"])
     assert html.count('<rect class="F"') == 8 * ranks * virtual + 1 and "a note" in html
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 64, 1024, 7968])
+def test_the_slowest_of_many_is_what_draws_give(count):
+    draws = np.random.default_rng(count).standard_normal((4_000_000 // count, count)).max(axis=1)
+    error = draws.std() / len(draws) ** 0.5
+    assert expected_maximum(count) == pytest.approx(draws.mean(), abs=0.03 + 4 * error)
+
+
+def test_a_step_of_cards_of_drawn_speeds_takes_that_of_the_slowest():
+    """Replicas of 4 stages x 8 cards: a stage waits for its slowest card, the step for its slowest replica."""
+    replicas, stages, cards, micro_batches = 8, 4, 8, 32
+    unit = find_hardware("910b").matmul
+    slowest = unit.frequency / find_hardware("910b").of_slowest(replicas * stages * cards).matmul.frequency
+    assert slowest == pytest.approx(1 + unit.variation * expected_maximum(256))
+
+    def step(of_stages):
+        return length(simulate(pipeline_tasks([(time, 2 * time) for time in of_stages], micro_batches)))
+
+    drawn = np.random.default_rng(0)
+    even, steps = step([1.0] * stages), []
+    for _ in range(20):
+        speeds = 1 + unit.variation * drawn.standard_normal((replicas, stages, cards))
+        steps.append(max(step(of_stages) for of_stages in speeds.max(axis=2)) / even)
+    assert np.mean(steps) == pytest.approx(slowest, abs=0.006)  # stages that are faster shorten the fill
+    assert np.mean(steps) > 1 + 0.7 * (slowest - 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from itertools import groupby
 from math import ceil, prod
 from typing import Any
 
@@ -14,7 +16,7 @@ from ascend_parallel.sharding.layout import Shape
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
-from ascend_parallel.training.degrees.work import Numbers, OperatorCosts, RecomputeCost
+from ascend_parallel.training.degrees.work import NONE, Numbers, OperatorCosts
 from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
 from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -25,11 +27,39 @@ from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
 from ascend_parallel.tuning.step_time.step import StepWork, backward_of_rank, exposed, time_step
 from ascend_parallel.tuning.step_time.timing import live
 
+Counts = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
+class StageRecompute:
+    """What backward keeps and runs again, ``[layers + 1, stages]``; in row k of the first k layers of each stage.
+
+    A layer that a cut divides is recomputed in all rows.
+
+    saved
+        Bytes that a micro-batch keeps.
+    again
+        Seconds of the second runs, with their collectives.
+    inside
+        Bytes that a second run brings back.
+    """
+
+    saved: Numbers
+    again: Numbers
+    inside: Numbers
+
+    def rows(self, counts: Counts) -> StageRecompute:
+        """Return, by stage, the row of its count of layers; more than a stage has: all of them."""
+        at = np.minimum(counts, len(self.saved) - 1), np.arange(self.saved.shape[1])
+        return StageRecompute(self.saved[at], self.again[at], self.inside[at])
+
+
+@dataclass(frozen=True, eq=False)
 class StageSums:
     """Seconds and bytes by stage.
 
+    cuts
+        The first place of each stage in the model's sequence.
     runs
         ``[stages, operators]``: how often each operator runs in each stage.
     held
@@ -41,8 +71,9 @@ class StageSums:
     """
 
     work: OperatorCosts
-    runs: npt.NDArray[np.int64]
-    held: npt.NDArray[np.int64]
+    cuts: Sequence[int]
+    runs: Counts
+    held: Counts
     received: Numbers
     sent: float
 
@@ -53,6 +84,58 @@ class StageSums:
     def most(self, numbers: Numbers) -> Numbers:
         """Return, per stage, the largest number of its operators."""
         return np.asarray(np.where(self.runs > 0, numbers, 0.0).max(axis=1))
+
+    def recompute(self, kind: str) -> StageRecompute:
+        """Return what a kind of recompute keeps and runs again."""
+        none, kept = self.work.kept[NONE], self.work.kept[kind]
+        saved, again, inside = self.sum(kept.saved), self.sum(kept.again + kept.again_sent), self.most(kept.inside)
+        if kind == NONE or not self.work.spans:
+            return StageRecompute(saved[None], again[None], inside[None])
+        stages, places, divided = self._layers
+        left = [
+            self._left(numbers, stages, places) for numbers in (none.saved - kept.saved, -kept.again - kept.again_sent)
+        ]
+        brought = np.tile(inside, (len(left[0]), 1))
+        brought[0, ~divided] = 0.0
+        return StageRecompute(saved + left[0], np.maximum(again + left[1], 0.0), brought)
+
+    def recomputed(self, counts: Counts) -> tuple[str, ...]:
+        """Return the paths of the layers that are recomputed with so many of each stage."""
+        stages, places, _ = self._layers
+        return tuple(
+            span.path
+            for span, stage, place in zip(self.work.spans, stages, places, strict=True)
+            if stage < 0 or place < counts[stage]
+        )
+
+    @cached_property
+    def layers(self) -> Counts:
+        """The number of whole layers of each stage."""
+        stages, *_ = self._layers
+        return np.bincount(stages[stages >= 0], minlength=len(self.cuts))
+
+    @cached_property
+    def _layers(self) -> tuple[Counts, Counts, npt.NDArray[np.bool_]]:
+        """Each layer's stage and its place there, -1 for layers that a cut divides; and whether a stage has such."""
+        starts = np.array([span.start for span in self.work.spans], dtype=np.int64)
+        lasts = np.array([span.stop - 1 for span in self.work.spans], dtype=np.int64)
+        first, last = (np.searchsorted(self.cuts, places, "right") - 1 for places in (starts, lasts))
+        whole = first == last
+        divided = np.zeros(len(self.cuts), dtype=bool)
+        for begin, end in zip(first[~whole], last[~whole], strict=True):
+            divided[begin : end + 1] = True
+        stages = np.where(whole, first, -1)
+        places = np.array([(stages[:index] == stage).sum() for index, stage in enumerate(stages)], dtype=np.int64)
+        return stages, np.where(whole, places, -1), divided
+
+    def _left(self, numbers: Numbers, stages: Counts, places: Counts) -> Numbers:
+        """Return the sums of numbers of operators over the layers from the k-th on of each stage, in row k."""
+        ends = np.concatenate(([0.0], np.cumsum(numbers[self.work.sequence])))
+        found = np.zeros((max(0, places.max()) + 2, len(self.cuts)))
+        for span, stage, place in zip(self.work.spans, stages, places, strict=True):
+            if stage >= 0:
+                found[place, stage] = ends[span.stop] - ends[span.start]
+        return np.asarray(found[::-1].cumsum(axis=0)[::-1])
 
 
 def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
@@ -66,7 +149,7 @@ def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
         np.add.at(runs[stage], sequence[start:stop], 1)
     held = np.array([runs[:, list(parameter.readers)].max(axis=1) for parameter in work.parameters]).T
     crossing = np.array([0.0, *(work.sent[sequence[cut - 1]] for cut in cuts[1:]), 0.0])
-    return StageSums(work, runs, held.reshape(stages, -1), crossing[:-1] + crossing[1:], float(crossing.max()))
+    return StageSums(work, cuts, runs, held.reshape(stages, -1), crossing[:-1] + crossing[1:], float(crossing.max()))
 
 
 def _list(numbers: npt.NDArray[Any]) -> list[float]:
@@ -111,7 +194,7 @@ class Evaluation:
         """Take the plans; masters: the optimizer has fp32 weights."""
         self.hardware, self.costs = hardware, CostModel(hardware)
         self.planner, self._masters = planner, masters
-        self.sums = cache(stage_sums)
+        self.sums, self.recompute_rows = cache(stage_sums), cache(StageSums.recompute)
         self._at = cache(lambda shared: _At(self, shared))
         self._end = cache(self._end_of)
 
@@ -133,7 +216,7 @@ class Evaluation:
     def step_work(self, degrees: Degrees) -> StepWork:
         """Return what the ranks of a pipeline do in a step, for the step model (`tuning/step_time/step.py`)."""
         at, (sums, buckets, gathers, optimizer) = self.at(degrees), self._end(_end_key(degrees))
-        forward, backward = at.times(degrees.recompute)
+        forward, backward = at.times(degrees)
         return StepWork(
             schedule=degrees.schedule,
             micro_batches=degrees.micro_batches,
@@ -153,12 +236,12 @@ class Evaluation:
         times = time_step(work)
         least = self._least(degrees)  # a time that was extended may be too small
         seconds, total = max(times.pipeline, least), max(times.total, self.bound(degrees))
-        forward, backward = at.times(degrees.recompute)
+        forward, backward = at.times(degrees)
         slowest, m = int(at.by_rank(forward + backward).argmax()), degrees.micro_batches
         costs, sums = at.work, at.sums
         tensor = m * at.by_rank(sums.sum(costs.forward_sent + costs.backward_sent))[slowest]
         compute = m * at.by_rank(sums.sum(costs.forward + costs.backward) + at.accumulated)[slowest]
-        recompute = m * at.by_rank(sums.sum(_again(at.kept(degrees.recompute))))[slowest]
+        recompute = m * at.by_rank(at.recompute(degrees).again)[slowest]
         return StepBreakdown(
             compute=float(compute),
             tensor=float(tensor),
@@ -174,7 +257,7 @@ class Evaluation:
         The first forward of rank r comes after those of r stages, and after its last backward come those of r stages.
         """
         at, m = self.at(degrees), degrees.micro_batches
-        forward, backward = at.times(degrees.recompute)
+        forward, backward = at.times(degrees)
         split = degrees.pp > 1 and degrees.schedule in SPLIT
         before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
         return float((m * at.by_rank(forward + backward) + before).max())
@@ -182,7 +265,7 @@ class Evaluation:
     def _least_ends(self, degrees: Degrees) -> list[float]:
         """Return a lower bound of the end of each rank's last backward: its first forward waits for earlier stages."""
         at, m = self.at(degrees), degrees.micro_batches
-        forward, backward = at.times(degrees.recompute)
+        forward, backward = at.times(degrees)
         before = np.concatenate(([0.0], np.cumsum(forward)))[: degrees.pp]
         return [float(end) for end in m * at.by_rank(forward + backward) + before]
 
@@ -191,22 +274,48 @@ class Evaluation:
 
         in_flight: for each rank the micro-batches whose activations it holds; None: those of the schedule.
         """
+        parts = self._bytes(degrees, self.at(degrees).recompute(degrees), in_flight)
+        most = int(np.sum(parts, axis=0).argmax())
+        return RankBytes(*(float(part[most]) for part in parts))
+
+    def _bytes(
+        self, degrees: Degrees, recompute: StageRecompute, in_flight: tuple[float, ...] | None
+    ) -> tuple[Numbers, ...]:
+        """Return the parts of `memory` by rank, and by row if the recompute has several."""
         at, m = self.at(degrees), degrees.micro_batches
         if in_flight is None:
             in_flight = (1.0,)
             if degrees.pp > 1:
                 in_flight = live(degrees.schedule, degrees.pp, degrees.stages, m)
-        kept = at.kept(degrees.recompute)
-        activations = np.array(in_flight) * at.by_rank(at.sums.sum(kept.saved))
-        buffers = at.most_by_rank(at.sums.most(at.work.touched) + at.sums.most(kept.inside))
+        activations = np.array(in_flight) * at.by_rank(recompute.saved)
+        buffers = at.most_by_rank(at.sums.most(at.work.touched) + recompute.inside)
         if degrees.pp > 1:  # torch keeps a receive buffer for every micro-batch
             buffers = buffers + m * at.by_rank(at.sums.received)
-        parameters, gradients, optimizer, gathered = self._held(degrees)
-        buffers = buffers + gathered
-        total = parameters + gradients + optimizer + activations + buffers
-        most = int(total.argmax())
-        parts = (parameters, gradients, optimizer, activations, buffers)
-        return RankBytes(*(float(part[most]) for part in parts))
+        parameters, gradients, optimizer, gathered = (
+            np.broadcast_to(part, buffers.shape) for part in self._held(degrees)
+        )
+        return parameters, gradients, optimizer, activations, buffers + gathered
+
+    def fewest_layers(self, degrees: Degrees, limit: float, *, least: bool = False) -> Degrees | None:
+        """Return the degrees with the fewest layers recomputed on each rank that fit; None: they do not fit.
+
+        A rank's memory does not depend on what the others recompute, and recompute only takes time: so no other choice
+        of layers is faster. least: as `least_memory`.
+        """
+        at = self.at(degrees)
+        in_flight = (1.0,) * degrees.pp if least else None
+        fits = np.sum(self._bytes(degrees, at.recompute_rows(degrees.recompute), in_flight), axis=0) <= limit
+        if not fits.any(axis=0).all():
+            return None
+        counts = fits.argmax(axis=0)
+        if degrees.recompute == NONE or (counts >= at.layers_of_ranks).all():
+            return replace(degrees, recompute_layers=())
+        return replace(degrees, recompute_layers=tuple(counts.tolist()))
+
+    def recomputed(self, degrees: Degrees) -> tuple[str, ...]:
+        """Return the paths of the layers that are recomputed; those of neighbours as a range of numbers."""
+        at = self.at(degrees)
+        return ranges(at.sums.recomputed(at.counts(degrees)))
 
     def least_memory(self, degrees: Degrees) -> float:
         """Return a lower bound of the memory, without the schedule: one micro-batch is in flight."""
@@ -220,7 +329,7 @@ class Evaluation:
         """
         work = self.planner.work(degrees.rows, 1, 1, 1)
         saved = work.kept[degrees.recompute].saved[work.sequence].sum()
-        return float(saved / (degrees.ep * degrees.tp * degrees.pp))
+        return float(saved / (degrees.replica * degrees.pp))
 
     def _held(self, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return bytes of parameters, gradients, optimizer state and buffers of collectives, by rank."""
@@ -263,7 +372,7 @@ class Evaluation:
 
     def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
         """Return the seconds of a collective over the replicas, in buckets, by rank."""
-        costs = self.planner.costs(shared.dp, shared.ep * shared.tp)
+        costs = self.planner.costs(shared.dp, shared.replica)
         return np.array(
             [
                 count * costs.seconds(kind, size / count, 0) if shared.dp > 1 else 0.0
@@ -277,12 +386,12 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp, shared.ep)
+        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp, shared.ep, shared.cp)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
         self._ranks = np.array(ranks)
-        inside = shared.pp * shared.tp * shared.ep * shared.dp <= evaluation.hardware.collectives.domain
+        inside = shared.pp * shared.replica * shared.dp <= evaluation.hardware.collectives.domain
         self.hop = evaluation.costs.send(self.sums.sent, inside=inside) if several else 0.0
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
@@ -292,26 +401,40 @@ class _At:
         added = np.array([accumulated_bytes(int(size)) for size in self.itemsizes]) * self.elements
         moved = self.sums.held @ added if shared.micro_batches > 1 else np.zeros(shared.stages)
         self.accumulated = np.array([evaluation.costs.stream(float(size)) for size in moved])
+        self.recompute_rows = partial(evaluation.recompute_rows, self.sums)
         self._times = cache(self._times_of)
 
-    def times(self, recompute: str) -> tuple[Numbers, Numbers]:
+    def times(self, degrees: Degrees) -> tuple[Numbers, Numbers]:
         """Return the seconds of forward and backward of each stage, with collectives and recompute."""
-        return self._times(recompute)
+        return self._times(degrees.recompute, degrees.recompute_layers)
 
-    def kept(self, recompute: str) -> RecomputeCost:
-        """Return what backward keeps."""
-        return self.work.kept[recompute]
+    def recompute(self, degrees: Degrees) -> StageRecompute:
+        """Return, by stage, what backward keeps and runs again."""
+        return self.recompute_rows(degrees.recompute).rows(self.counts(degrees))
+
+    def counts(self, degrees: Degrees) -> Counts:
+        """Return the number of layers of each stage that are recomputed."""
+        return self._counts(degrees.recompute_layers)
+
+    def _counts(self, of_ranks: tuple[int, ...]) -> Counts:
+        everything = np.full(len(self._ranks), len(self.work.sequence))
+        return np.array(of_ranks)[self._ranks] if of_ranks else everything
+
+    @property
+    def layers_of_ranks(self) -> Numbers:
+        """The most layers of one of each rank's stages."""
+        return self.most_by_rank(self.sums.layers.astype(float))
 
     def by_rank(self, stages: Numbers) -> Numbers:
-        """Return the sums over each rank's stages."""
-        found = np.zeros(self._shared.pp)
-        np.add.at(found, self._ranks, stages)
+        """Return the sums over each rank's stages, the last dimension."""
+        found = np.zeros((*stages.shape[:-1], self._shared.pp))
+        np.add.at(found.T, self._ranks, stages.T)
         return found
 
     def most_by_rank(self, stages: Numbers) -> Numbers:
-        """Return the most of each rank's stages."""
-        found = np.zeros(self._shared.pp)
-        np.maximum.at(found, self._ranks, stages)
+        """Return the most of each rank's stages, the last dimension."""
+        found = np.zeros((*stages.shape[:-1], self._shared.pp))
+        np.maximum.at(found.T, self._ranks, stages.T)
         return found
 
     def ranks_of(self, parameters: Numbers) -> Numbers:
@@ -323,11 +446,11 @@ class _At:
         wide = degrees.micro_batches > 1 or degrees.zero_stage == 2
         return np.where((self.itemsizes == 2) & wide, WIDE, self.itemsizes)
 
-    def _times_of(self, recompute: str) -> tuple[Numbers, Numbers]:
-        work, kept = self.work, self.kept(recompute)
+    def _times_of(self, kind: str, of_ranks: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+        work, again = self.work, self.recompute_rows(kind).rows(self._counts(of_ranks)).again
         return (
             self.sums.sum(work.forward + work.forward_sent),
-            self.sums.sum(work.backward + work.backward_sent + _again(kept)) + self.accumulated,
+            self.sums.sum(work.backward + work.backward_sent) + again + self.accumulated,
         )
 
 
@@ -335,8 +458,15 @@ def _buckets(nbytes: Numbers) -> list[int]:
     return [max(1, ceil(size / BUCKET)) for size in nbytes]
 
 
-def _again(kept: RecomputeCost) -> Numbers:
-    return kept.again + kept.again_sent
+def ranges(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns of paths that end in a number: neighbours as one, such as "layers.0-3"."""
+    pairs = [path.rpartition(".") for path in paths]
+    rows = groupby(enumerate(pairs), lambda item: (item[1][:2], int(item[1][2]) - item[0]))
+    found = []
+    for (stem, _), row in rows:
+        numbers = [pair[2] for _, pair in row]
+        found.append("".join(stem) + (f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else numbers[0]))
+    return tuple(found)
 
 
 def _slice(shape: Shape, ranks: int) -> int:
@@ -352,6 +482,7 @@ def _shared(degrees: Degrees) -> Degrees:
     return Degrees(
         dp=degrees.dp,
         ep=degrees.ep,
+        cp=degrees.cp,
         tp=degrees.tp,
         pp=degrees.pp,
         rows=degrees.rows,

@@ -21,6 +21,15 @@ KEPT = 3
 
 
 @dataclass(frozen=True)
+class LayerSpan:
+    """A layer of the whole model: its path, and its operators as places in `FoldedGraph.sequence`."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FoldedGraph:
     """A graph of few layers, and the operators of the whole model in running order.
 
@@ -32,12 +41,15 @@ class FoldedGraph:
         The patterns of modules that are layers, such as "layers.*"; empty if the model has none.
     depth
         The number of layers of the longest row; 0 without layers.
+    spans
+        The layers in running order; empty if one runs twice.
     """
 
     graph: Graph
     sequence: npt.NDArray[np.int64]
     layers: tuple[str, ...]
     depth: int = 0
+    spans: tuple[LayerSpan, ...] = ()
 
     @property
     def most_stages(self) -> int:
@@ -54,17 +66,18 @@ def fold(graph: Graph, layers: int | None = None) -> FoldedGraph:
     calls = [node for node in graph.nodes.values() if node.kind == CALL]
     rows = _rows(graph, calls)
     patterns = tuple(dict.fromkeys(repeated(layer_of(nodes[0].module)) for row in rows for nodes in row))
-    row = max(rows, key=len, default=[])
+    row, spans = max(rows, key=len, default=[]), _spans(calls, patterns)
     if layers is not None:
         row = rows[-1] if rows else []
         if len(row) != KEPT:
             raise AssertionError(f"a graph of {KEPT} equal layers has a row of {len(row)}")
-        return FoldedGraph(graph, _sequence(calls, row[1], layers - KEPT), patterns, layers)
+        more = layers - KEPT
+        return FoldedGraph(graph, _sequence(calls, row[1], more), patterns, layers, _repeated(spans, row[1], more))
     if len(row) <= KEPT or not _foldable(graph, row):
-        return FoldedGraph(graph, np.arange(len(calls)), patterns, len(row))
+        return FoldedGraph(graph, np.arange(len(calls)), patterns, len(row), spans)
     shorter = _without(graph, row)
     kept = [node for node in shorter.nodes.values() if node.kind == CALL]
-    return FoldedGraph(shorter, _sequence(kept, row[1], len(row) - KEPT), patterns, len(row))
+    return FoldedGraph(shorter, _sequence(kept, row[1], len(row) - KEPT), patterns, len(row), spans)
 
 
 def _rows(graph: Graph, calls: Sequence[Node]) -> list[list[list[Node]]]:
@@ -85,6 +98,36 @@ def _rows(graph: Graph, calls: Sequence[Node]) -> list[list[list[Node]]]:
             rows.append([nodes])
         before = kind
     return [row for row in rows if len(row) > 1]
+
+
+def _spans(calls: Sequence[Node], patterns: Sequence[str]) -> tuple[LayerSpan, ...]:
+    """Return the layers that a pattern names; none if one runs twice."""
+    spans: list[LayerSpan] = []
+    for place, node in enumerate(calls):
+        path = layer_of(node.module)
+        if repeated(path) not in patterns:
+            continue
+        if spans and (spans[-1].path, spans[-1].stop) == (path, place):
+            spans[-1] = replace(spans[-1], stop=place + 1)
+        else:
+            spans.append(LayerSpan(path, place, place + 1))
+    return tuple(spans) if len({span.path for span in spans}) == len(spans) else ()
+
+
+def _repeated(spans: Sequence[LayerSpan], middle: Sequence[Node], more: int) -> tuple[LayerSpan, ...]:
+    """Return the layers with that of `middle` repeated `more` times; the numbers in their paths grow by one."""
+    if not spans:
+        return ()
+    place = next(place for place, span in enumerate(spans) if span.path == layer_of(middle[0].module))
+    size = spans[place].stop - spans[place].start
+
+    def later(span: LayerSpan, count: int) -> LayerSpan:
+        stem, _, number = span.path.rpartition(".")
+        path = f"{stem}.{int(number) + count}" if stem else str(int(number) + count)
+        return LayerSpan(path, span.start + count * size, span.stop + count * size)
+
+    again = [later(spans[place], count) for count in range(more + 1)]
+    return (*spans[:place], *again, *(later(span, more) for span in spans[place + 1 :]))
 
 
 def _sequence(calls: Sequence[Node], middle: Sequence[Node], more: int) -> npt.NDArray[np.int64]:

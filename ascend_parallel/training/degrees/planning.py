@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
 from ascend_parallel.training.degrees.folding import FoldedGraph
-from ascend_parallel.training.degrees.space import DATA, EXPERTS
+from ascend_parallel.training.degrees.space import DATA, EXPERTS, SEQUENCE
 from ascend_parallel.training.degrees.work import TENSOR, OperatorCosts, work_of
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 
@@ -29,30 +30,32 @@ from ascend_parallel.tuning.cost_model.hardware import Hardware
 class Planner:
     """Plans and their work, cached; equal plans share their work."""
 
-    def __init__(self, folded: Callable[[int], FoldedGraph], hardware: Hardware, settings: Settings) -> None:
-        """Take the folded graph by rows of a micro-batch."""
-        self._folded, self._hardware, self._settings = folded, hardware, settings
+    def __init__(
+        self, folded: Callable[[int], FoldedGraph], hardware: Hardware, settings: Settings, *, ranks: int = 1
+    ) -> None:
+        """Take the folded graph by rows of a micro-batch; ranks: of the whole job, whose slowest sets the pace."""
+        self._folded, self._hardware, self._settings, self._ranks = folded, hardware, settings, ranks
         self.costs = cache(self._costs)
         self.work = cache(self._work)
         self._problem = cache(self._problem_of)
-        self._known: dict[tuple[int, int, int, str], OperatorCosts] = {}
+        self._known: dict[tuple[int, int, int, int, str], OperatorCosts] = {}
 
     def _costs(self, dp: int, replica: int) -> MeshCosts:
         """Return the costs of collectives on a mesh of dp replicas of so many ranks."""
         return MeshCosts.of(ProcessMesh(np.arange(dp * replica).reshape(dp, replica), [DATA, TENSOR]), self._hardware)
 
-    def _work(self, rows: int, tp: int, dp: int, ep: int = 1) -> OperatorCosts:
-        """Return the work of a micro-batch of `rows` rows on `ep` x `tp` ranks, with `dp` replicas."""
-        plan = self._plan(rows, tp, dp, ep)
-        key = rows, tp, ep, plan.digest
+    def _work(self, rows: int, tp: int, dp: int, ep: int = 1, cp: int = 1) -> OperatorCosts:
+        """Return the work of a micro-batch of `rows` rows on `ep` x `cp` x `tp` ranks, with `dp` replicas."""
+        plan = self._plan(rows, tp, dp, ep, cp)
+        key = rows, tp, ep, cp, plan.digest
         if key not in self._known:
-            self._known[key] = work_of(self._folded(rows), plan, self._settings)
+            self._known[key] = work_of(self._folded(rows), plan, self._settings, self._ranks)
         return self._known[key]
 
-    def _plan(self, rows: int, tp: int, dp: int, ep: int) -> ShardingPlan:
-        search, base = self._problem(rows, tp, ep)
+    def _plan(self, rows: int, tp: int, dp: int, ep: int, cp: int) -> ShardingPlan:
+        search, base = self._problem(rows, tp, ep, cp)
         problem = AssignmentProblem(dict(base.sizes), dict(base.own), base.pairs)
-        costs, shape = self.costs(dp, ep * tp), tuple(search.mesh.shape)
+        costs, shape = self.costs(dp, ep * cp * tp), tuple(search.mesh.shape)
         for node in search.graph.nodes.values() if dp > 1 else ():
             if node.kind == PARAMETER and Value(node.name) in search.differentiable:
                 sizes = [node.outputs[0].local_bytes(layout, shape) for layout in search.produced(Value(node.name))]
@@ -60,12 +63,23 @@ class Planner:
         chosen, _ = search.solved(problem)
         return slice_replicated(search.plan_of(problem, chosen))
 
-    def _problem_of(self, rows: int, tp: int, ep: int) -> tuple[Search, AssignmentProblem]:
-        mesh = ProcessMesh(list(range(tp)), [TENSOR])
-        if ep > 1:
-            mesh = ProcessMesh(np.arange(ep * tp).reshape(ep, tp), [EXPERTS, TENSOR])
-        costs, experts = MeshCosts.of(mesh, self._hardware), EXPERTS if ep > 1 else None
+    def _problem_of(self, rows: int, tp: int, ep: int, cp: int) -> tuple[Search, AssignmentProblem]:
+        around = {name: size for name, size in ((EXPERTS, ep), (SEQUENCE, cp)) if size > 1}
+        sizes = *around.values(), tp
+        mesh = ProcessMesh(np.arange(prod(sizes)).reshape(sizes), [*around, TENSOR])
+        costs = MeshCosts.of(mesh, self._hardware)
+        sequence, experts = (name if name in around else None for name in (SEQUENCE, EXPERTS))
         overlap = overlap_settings(settings=self._settings)
         graph = self._folded(rows).graph
-        search = Search(graph, mesh, {}, "time", self._hardware, costs, experts=experts, overlap=overlap)
+        search = Search(
+            graph,
+            mesh,
+            {},
+            "time",
+            self._hardware,
+            costs,
+            sequence=sequence,
+            experts=experts,
+            overlap=overlap,
+        )
         return search, search.problem()

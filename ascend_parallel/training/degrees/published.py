@@ -1,32 +1,37 @@
-"""The evaluation behind plan-training, at the degrees of published runs."""
+"""The evaluation behind plan-training at the degrees of published runs, and the search beside their launch scripts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 
-from ascend_parallel.settings import current_settings
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset
+from ascend_parallel.training.degrees.report import why
 from ascend_parallel.training.degrees.rescaling import GraphFamily
+from ascend_parallel.training.degrees.search import Candidate, candidate_of, search_traced
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import COLLECTIVES, NONE
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.published.prediction import RunPrediction, obstacle
-from ascend_parallel.tuning.published.runs import PublishedRun
+from ascend_parallel.tuning.published.prediction import RunPrediction, obstacle, predict_run
+from ascend_parallel.tuning.published.report import markdown
+from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
 
 DTYPE = "bfloat16"
 # Recompute of the rows that plan-training has too.
 RECOMPUTE = {NONE: NONE, "full": COLLECTIVES}
 MOST_ZERO_STAGE_IN_PIPELINE = 1
+# MC2's own tiling is not modelled: the better of these numbers of chunks stands for it.
+MC2_CHUNKS = (2, 4)
 
 
 def planning_obstacle(run: PublishedRun) -> str:
     """Return why plan-training cannot evaluate a run; "": it can."""
     if obstacle(run):
         return obstacle(run)
-    if run.cp > 1:
-        return "context parallelism"
     if run.flash_attention is False:
         return "attention that writes its scores"
     if run.ep > 1 and run.dp % run.ep:
@@ -38,12 +43,19 @@ def planning_obstacle(run: PublishedRun) -> str:
 
 def evaluate_run(run: PublishedRun) -> RunPrediction:
     """Return the seconds and the bytes that plan-training predicts at the run's degrees."""
+    degrees = degrees_of(run)
+    every = [Settings(num_chunks=count) for count in MC2_CHUNKS] if run.mc2_in_script else [current_settings()]
+    evaluations = [evaluation_of(run, settings) for settings in every]
+    fastest = min(evaluations, key=lambda evaluation: evaluation.parts(degrees).total)
+    return RunPrediction(fastest.parts(degrees).total, fastest.memory(degrees).total)
+
+
+def evaluation_of(run: PublishedRun, settings: Settings) -> Evaluation:
+    """Return the evaluation for a run's model, batch and cards."""
     hardware = find_hardware(run.chip or "")
     traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
-    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, current_settings())
-    evaluation = Evaluation(hardware, planner, masters=traced.masters)
-    degrees = degrees_of(run)
-    return RunPrediction(evaluation.parts(degrees).total, evaluation.memory(degrees).total)
+    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, settings, ranks=run.devices)
+    return Evaluation(hardware, planner, masters=traced.masters)
 
 
 def degrees_of(run: PublishedRun) -> Degrees:
@@ -53,6 +65,7 @@ def degrees_of(run: PublishedRun) -> Degrees:
     return Degrees(
         dp=run.dp // ep,
         ep=ep,
+        cp=run.cp or 1,
         tp=run.tp,
         pp=run.pp,
         rows=run.micro_batch * ep,
@@ -62,3 +75,74 @@ def degrees_of(run: PublishedRun) -> Degrees:
         recompute=RECOMPUTE[run.recompute],
         zero_stage=zero if run.dp > ep else 0,
     )
+
+
+# Of ten models the rows whose launch scripts are compared with a search: all are of MindSpeed-LLM 1.0.RC3.
+LAUNCHED = (
+    "aquila-7b-2k",
+    "baichuan2-7b-4k",
+    "llama-13b-2k",
+    "llama2-7b-4k",
+    "llama2-70b-4k",
+    "llama3-70b-8k",
+    "qwen1.5-32b-8k",
+    "qwen2-7b-4k",
+    "qwen2-72b-4k",
+    "yi-34b-4k",
+)
+LAUNCH_HEADS = ("run", "the script's degrees", "s", "GB", "fits, by `predict`", "best found", "s", "GB", "the script's")
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """A script's degrees, and the best that a search finds in as much memory.
+
+    fits
+        Whether the script fits by `predict`, which counts the memory of Megatron-core and MindSpeed.
+    """
+
+    run: PublishedRun
+    theirs: Candidate
+    best: Candidate
+    fits: bool
+
+
+def launched_runs() -> list[LaunchedRun]:
+    """Return the comparison of ten launch scripts with the search, on the same cards and batch."""
+    runs = {run.id: run for run in all_runs()}
+    return [compare_launch(runs[f"msllm-1.0.rc3-{name}"]) for name in LAUNCHED]
+
+
+def compare_launch(run: PublishedRun) -> LaunchedRun:
+    """Compare a script's degrees with the best in a card's memory, or in as much as the script is predicted to need."""
+    hardware, evaluation, degrees = (
+        find_hardware(run.chip or ""),
+        evaluation_of(run, current_settings()),
+        degrees_of(run),
+    )
+    theirs = candidate_of(evaluation, degrees, evaluation.memory(degrees))
+    traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
+    limit = max(hardware.memory.capacity, theirs.memory.total)
+    found = search_traced(traced, ranks=run.devices, memory=limit, hardware=hardware.name)
+    return LaunchedRun(run, theirs, found.best[0], predict_run(run).memory <= hardware.memory.capacity)
+
+
+def launch_page(rows: Iterable[LaunchedRun]) -> str:
+    """Return the comparison as a table in Markdown."""
+    cells = [
+        (
+            row.run.id,
+            str(row.theirs),
+            *_size(row.theirs),
+            "yes" if row.fits else "no",
+            str(row.best),
+            *_size(row.best),
+            why(row.theirs, row.best),
+        )
+        for row in rows
+    ]
+    return "\n".join([*markdown(LAUNCH_HEADS, cells), ""])
+
+
+def _size(candidate: Candidate) -> tuple[str, str]:
+    return f"{candidate.seconds:.4g}", f"{candidate.memory.total / 1e9:.1f}"

@@ -17,6 +17,7 @@ HEADS = (
     "",
     "dp",
     "ep",
+    "cp",
     "tp",
     "pp",
     "micro-batches",
@@ -76,7 +77,7 @@ def toml_of(tables: Mapping[str, Any], found: SearchResult, candidate: Candidate
     """Return the TOML text of a strategy's tables, with the prediction as a comment."""
     comment = (
         f"{HEADER}: {found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, {found.rows} rows\n"
-        f"# {candidate.degrees}\n"
+        f"# {candidate}\n"
         f"# predicted: {candidate.seconds:.4g} s a step, {size_of(candidate.memory.total)} a rank\n"
     )
     plain = [f"{key} = {json.dumps(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
@@ -105,11 +106,11 @@ def _longer(parts: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]
 
 
 def _rows(found: SearchResult) -> list[tuple[str, ...]]:
-    """Return the rows of the table; without experts no column has their degree."""
+    """Return the rows of the table; columns of ranks that share experts or sequences only if some do."""
     rows = [HEADS, *(_row(place, each, found) for place, each in enumerate(found.best, 1))]
-    place = HEADS.index("ep")
-    apart = any(candidate.degrees.ep > 1 for candidate in found.best)
-    return rows if apart else [(*row[:place], *row[place + 1 :]) for row in rows]
+    ones = {name for name in ("ep", "cp") if all(getattr(each.degrees, name) == 1 for each in found.best)}
+    shown = [place for place, name in enumerate(HEADS) if name not in ones]
+    return [tuple(row[place] for place in shown) for row in rows]
 
 
 def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ...]:
@@ -118,11 +119,12 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(place),
         str(degrees.dp),
         str(degrees.ep),
-        f"{degrees.tp} (ZeRO-3-like)" if candidate.gathers_weights else str(degrees.tp),
+        str(degrees.cp),
+        candidate.tensor,
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",
         _schedule(degrees),
-        degrees.recompute,
+        degrees.recompute_words,
         str(degrees.zero_stage),
         f"{candidate.seconds:.4g}",
         size_of(candidate.memory.total),
@@ -142,7 +144,7 @@ def _outside(candidate: Candidate, found: SearchResult) -> str:
     name, size = max(vars(candidate.memory).items(), key=lambda pair: pair[1])
     slower = candidate.seconds / found.best[0].seconds - 1
     return (
-        f"does not fit: {candidate.degrees} needs {size_of(candidate.memory.total)}, {size_of(size)} of it {name}, "
+        f"does not fit: {candidate} needs {size_of(candidate.memory.total)}, {size_of(size)} of it {name}, "
         f"for a step of {candidate.seconds:.4g} s ({100 * slower:+.1f} %)"
     )
 
@@ -151,6 +153,7 @@ def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
     return {
         "degrees": vars(candidate.degrees),
         "gathers_weights": candidate.gathers_weights,
+        "whole_weights": candidate.whole_weights,
         "seconds": candidate.seconds,
         "parts": vars(candidate.parts),
         "bubble": candidate.parts.bubble / candidate.seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -24,7 +24,8 @@ from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdow
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sizes
+from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sequence_degrees, sizes
+from ascend_parallel.training.degrees.work import NONE
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
@@ -80,6 +81,12 @@ def rows_of(batch: Sequence[Any]) -> int:
     return rows.pop()
 
 
+def length_of(batch: Sequence[Any]) -> int:
+    """Return the tokens of a sequence: the second dimension, if all tensors of the batch have the same; else 0."""
+    lengths = {tuple(value.shape[1:2]) for value in batch if isinstance(value, torch.Tensor)}
+    return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else 0
+
+
 def rows_part(value: Any, rows: int, dtype: str | None) -> Any:
     """Return the first rows of a tensor of the batch, in the dtype of mixed precision."""
     if not isinstance(value, torch.Tensor):
@@ -105,12 +112,15 @@ class ModelByBatchSize:
         The dtype of mixed precision; None: the model's own dtype.
     masters
         Whether the optimizer keeps fp32 weights.
+    length
+        The tokens of a sequence, the batch's second dimension; 0: none.
     """
 
     rows: int
     trace: Callable[[int], FoldedGraph]
     amp: str | None
     masters: bool
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,28 @@ class Candidate:
 
     gathers_weights
         Whether the tensor-parallel ranks gather weights rather than activations, as ZeRO-3 does.
+    whole_weights
+        Whether the tensor-parallel ranks hold most weights whole, as data or context parallel ranks do.
+    recomputed
+        The patterns of the layers that are recomputed, if not all are.
     """
 
     degrees: Degrees
     parts: StepBreakdown
     memory: RankBytes
     gathers_weights: bool = False
+    whole_weights: bool = False
+    recomputed: tuple[str, ...] = ()
+
+    @property
+    def tensor(self) -> str:
+        """The tensor-parallel ranks, with what they really run if it is not tensor parallelism."""
+        like = " (ZeRO-3-like)" if self.gathers_weights else " (weights whole)" if self.whole_weights else ""
+        return f"{self.degrees.tp}{like}"
+
+    def __str__(self) -> str:
+        """Return the degrees in words, with what runs."""
+        return str(self.degrees).replace(f" x tp {self.degrees.tp} x", f" x tp {self.tensor} x", 1)
 
     @property
     def seconds(self) -> float:
@@ -158,7 +184,9 @@ class SearchResult:
 
     def tables(self, candidate: Candidate | None = None) -> dict[str, Any]:
         """Return the tables of the strategy of a candidate, by default of the best."""
-        return (candidate or self.best[0]).degrees.tables(self.layers, self.hardware, self.amp)
+        candidate = candidate or self.best[0]
+        layers = candidate.recomputed if candidate.degrees.recompute_layers else self.layers
+        return candidate.degrees.tables(layers, self.hardware, self.amp)
 
 
 def search_degrees(
@@ -172,8 +200,9 @@ def search_degrees(
     amp: AmpOptions | None = None,
     progress: Progress | None = None,
     ep: int | None = None,
+    cp: int | None = None,
 ) -> SearchResult:
-    """Search dp x ep x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
+    """Search dp x ep x cp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
     model, batch, loss
         As for `plan_training`: the model for a single card, a global batch, the mean loss. They may be on the meta
@@ -186,6 +215,8 @@ def search_degrees(
         Called with a text before each slow step.
     ep
         The ranks that share the experts of each `mixture_of_experts`; None: searched. A model without experts has 1.
+    cp
+        The ranks that share each sequence; None: searched for sequences of 32768 tokens or more, else 1.
 
     Raises `StrategyOptionError` for arguments that are not allowed, and for a model with strategies of its own;
     `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
@@ -200,8 +231,10 @@ def search_degrees(
         part = [rows_part(value, count, options.dtype) for value in batch]
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
-    traced = ModelByBatchSize(rows, trace, options.dtype, options.dtype is not None and options.master_weights)
-    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep)
+    traced = ModelByBatchSize(
+        rows, trace, options.dtype, options.dtype is not None and options.master_weights, length_of(batch)
+    )
+    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep, cp=cp)
 
 
 def search_traced(
@@ -212,16 +245,25 @@ def search_traced(
     hardware: str,
     progress: Progress | None = None,
     ep: int | None = None,
+    cp: int | None = None,
 ) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
-    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep).run()
+    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep, cp).run()
 
 
 def experts_of(graph: Graph) -> int:
     """Return the number that the experts of every mixture are a multiple of; 0: the model has none."""
     calls = [node.call for node in graph.nodes.values() if node.call is not None and node.call.name == experts.CALL]
     return gcd(*(call.inputs[experts.UP].shape[0] for call in calls))
+
+
+def candidate_of(evaluation: Evaluation, degrees: Degrees, memory: RankBytes) -> Candidate:
+    """Return degrees with their time, and what runs."""
+    work = evaluation.at(degrees).work
+    recomputed = evaluation.recomputed(degrees) if degrees.recompute_layers else ()
+    parts = evaluation.parts(degrees)
+    return Candidate(degrees, parts, memory, work.gathers_weights, work.whole_weights, recomputed)
 
 
 class _Search:
@@ -233,13 +275,14 @@ class _Search:
         hardware: str,
         progress: Progress,
         ep: int | None = None,
+        cp: int | None = None,
     ) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
         self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
-        planner = Planner(self._folded, known, current_settings())
+        planner = Planner(self._folded, known, current_settings(), ranks=ranks)
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
-        self._ep = ep
+        self._ep, self._cp = ep, cp
         self._considered, self._layers = 0, tuple[str, ...]()
         # Candidates that do not fit, with a lower bound of their memory; and the fastest of them that was planned.
         self._rejected: list[tuple[float, int, Degrees]] = []
@@ -252,10 +295,16 @@ class _Search:
         best: list[Candidate] = []
         timed = 0
         while waiting and (len(best) < BEST or waiting[0][0] < best[-1].seconds):
-            _, _, degrees = heapq.heappop(waiting)
+            _, place, degrees = heapq.heappop(waiting)
             memory = self.evaluation.memory(degrees)
             if memory.total > self._limit:
-                self._reject(memory.total, degrees)
+                more = self.evaluation.fewest_layers(degrees, self._limit) if degrees.recompute_layers else None
+                if more is None:
+                    self._reject(degrees)
+                else:
+                    heapq.heappush(waiting, (self.evaluation.bound(more), place, more))
+                continue
+            if self._needless(degrees):
                 continue
             timed += 1
             if timed % 100 == 1:
@@ -283,14 +332,15 @@ class _Search:
         rows, first = self._traced.rows, self._folded(1)
         self._layers, most = first.layers, first.most_stages
         degrees_of_experts = expert_degrees(self._ranks, experts_of(first.graph), self._ep)
-        shapes = meshes(self._ranks, rows, most, degrees_of_experts)
+        parts = sequence_degrees(self._ranks, self._traced.length, self._cp)
+        shapes = meshes(self._ranks, rows, most, degrees_of_experts, parts)
         for size in sorted({size for dp, *_ in shapes for size in sizes(rows // dp)}):
             for shape in shapes:
-                dp, ep, tp, pp = shape
+                dp, ep, cp, tp, pp = shape
                 replica = rows // dp
                 if size not in sizes(replica) or size % ep:
                     continue
-                apart = f" x ep {ep}" if ep > 1 else ""
+                apart = "".join(f" x {name} {count}" for name, count in (("ep", ep), ("cp", cp)) if count > 1)
                 self._progress(f"micro-batches of {size} rows, dp {dp}{apart} x tp {tp} x pp {pp}")
                 for degrees in choices(shape, size, replica // size, first.layers, most):
                     self._considered += 1
@@ -298,22 +348,27 @@ class _Search:
                     if least > self._limit:
                         self._rejected.append((least, len(self._rejected), degrees))
                         continue
-                    least = self.evaluation.least_memory(degrees)
-                    if least <= self._limit:
-                        yield degrees
+                    fewest = self.evaluation.fewest_layers(degrees, self._limit, least=True)
+                    if fewest is None:
+                        self._reject(degrees)
                     else:
-                        self._reject(least, degrees)
+                        yield fewest
 
-    def _reject(self, least: float, degrees: Degrees) -> None:
+    def _needless(self, degrees: Degrees) -> bool:
+        """Tell whether degrees recompute although they fit without."""
+        plain = replace(degrees, recompute=NONE, recompute_layers=())
+        return degrees.recompute != NONE and self.evaluation.memory(plain).total <= self._limit
+
+    def _reject(self, degrees: Degrees) -> None:
         """Remember planned degrees that do not fit, and the fastest of them by the lower bound of its time."""
-        self._rejected.append((least, len(self._rejected), degrees))
+        degrees = replace(degrees, recompute_layers=())
+        self._rejected.append((self.evaluation.least_memory(degrees), len(self._rejected), degrees))
         bound = self.evaluation.bound(degrees)
         if self._fastest is None or bound < self._fastest[0]:
             self._fastest = (bound, degrees)
 
     def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
-        gathers = self.evaluation.at(degrees).work.gathers_weights
-        return Candidate(degrees, self.evaluation.parts(degrees), memory, gathers)
+        return candidate_of(self.evaluation, degrees, memory)
 
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""

@@ -13,6 +13,10 @@ from ascend_parallel.tuning.step_time.schedule import SPLIT, check
 
 DATA = "dp"
 EXPERTS = "ep"
+SEQUENCE = "cp"
+# Sequences of so many tokens are cut by ranks of their own, in so many parts, if a search is not told otherwise. The
+# plan of the tp ranks may cut shorter ones, too.
+LONG, PARTS = 32768, (1, 2, 4, 8, 16)
 # Schedules with their stages on each group of ranks.
 SCHEDULES = (
     ("1f1b", 1),
@@ -32,10 +36,14 @@ class Degrees:
 
     ep
         Ranks of a replica that share each layer's experts; they share the batch, too. 1: a rank holds all experts.
+    cp
+        Ranks of a replica that share each sequence (`Strategy.sequence_dim`).
     rows
         Rows of the batch (sequences) of one replica's micro-batch.
     recompute
         "none", "layers" (results of collectives are kept) or "layers+collectives".
+    recompute_layers
+        For each rank of the pipeline, the layers that are recomputed of each of its stages, the first ones; (): all.
     """
 
     dp: int
@@ -44,10 +52,17 @@ class Degrees:
     rows: int
     micro_batches: int
     ep: int = 1
+    cp: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: str = NONE
     zero_stage: int = 0
+    recompute_layers: tuple[int, ...] = ()
+
+    @property
+    def replica(self) -> int:
+        """The ranks of a stage of one replica."""
+        return self.ep * self.cp * self.tp
 
     @property
     def stages(self) -> int:
@@ -55,11 +70,13 @@ class Degrees:
         return self.pp * self.virtual_stages
 
     def tables(self, layers: Sequence[str], hardware: str, amp: str | None) -> dict[str, Any]:
-        """Return the tables of a strategy (`Strategy.from_dict`); `layers`: the patterns of the model's layers."""
+        """Return the tables of a strategy (`Strategy.from_dict`); `layers`: patterns of the layers to recompute."""
         mesh = {DATA: self.dp, TENSOR: self.tp}
         tables: dict[str, Any] = {"mode": "auto", "hardware": hardware, "mesh": mesh}
         if self.ep > 1:
             tables |= {"mesh": {DATA: self.dp, EXPERTS: self.ep, TENSOR: self.tp}, "expert_dim": EXPERTS}
+        if self.cp > 1:
+            tables |= {"mesh": {DATA: self.dp, SEQUENCE: self.cp, TENSOR: self.tp}, "sequence_dim": SEQUENCE}
         pipeline: dict[str, Any] = {"micro_batches": self.micro_batches}
         if self.pp > 1:
             pipeline |= {"degree": self.pp, "schedule": self.schedule, "virtual_stages": self.virtual_stages}
@@ -89,29 +106,42 @@ class Degrees:
         """Return the degrees in words."""
         schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
         pipeline = f", {schedule}" if self.pp > 1 else ""
-        experts = f" x ep {self.ep}" if self.ep > 1 else ""
+        experts = "".join(f" x {name} {size}" for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1)
         batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
             f"dp {self.dp}{experts} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}"
-            f"{pipeline}, recompute {self.recompute}, ZeRO {self.zero_stage}"
+            f"{pipeline}, recompute {self.recompute_words}, ZeRO {self.zero_stage}"
         )
 
+    @property
+    def recompute_words(self) -> str:
+        """What is recomputed, with the number of layers if not all."""
+        if not self.recompute_layers:
+            return self.recompute
+        fewest, most = min(self.recompute_layers), max(self.recompute_layers)
+        if most == 0:
+            return f"{self.recompute}: those that two stages share"
+        counts = f"{fewest}-{most}" if fewest < most else f"{most}"
+        return f"{self.recompute}: {counts} a stage"
 
-Mesh = tuple[int, int, int, int]
-"""dp, ep, tp, pp."""
+
+Mesh = tuple[int, int, int, int, int]
+"""dp, ep, cp, tp, pp."""
 
 
-def meshes(ranks: int, rows: int, most_stages: int, experts: Sequence[int] = (1,)) -> list[Mesh]:
-    """Return all (dp, ep, tp, pp) of `ranks` ranks whose dp x ep divides the batch's rows.
+def meshes(
+    ranks: int, rows: int, most_stages: int, experts: Sequence[int] = (1,), parts: Sequence[int] = (1,)
+) -> list[Mesh]:
+    """Return all (dp, ep, cp, tp, pp) of `ranks` ranks whose dp x ep divides the batch's rows.
 
-    experts: the values of ep; at most `most_stages` stages.
+    experts, parts: the values of ep and cp, of which one is 1; at most `most_stages` stages.
     """
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
     found = []
-    for dp, ep, tp in product(divisors, experts, divisors):
-        pp = ranks // (dp * ep * tp)
-        if ranks % (dp * ep * tp) == 0 and rows % (dp * ep) == 0 and pp <= most_stages:
-            found.append((dp, ep, tp, pp))
+    for dp, ep, cp, tp in product(divisors, experts, parts, divisors):
+        pp, rest = divmod(ranks, dp * ep * cp * tp)
+        if not rest and rows % (dp * ep) == 0 and pp <= most_stages and 1 in (ep, cp):
+            found.append((dp, ep, cp, tp, pp))
     return found
 
 
@@ -131,6 +161,18 @@ def expert_degrees(ranks: int, experts: int, given: int | None) -> tuple[int, ..
     return allowed if given is None else (given,)
 
 
+def sequence_degrees(ranks: int, length: int, given: int | None) -> tuple[int, ...]:
+    """Return the values of cp to try for sequences of `length` tokens: several for long ones, or the given one.
+
+    Raises `StrategyOptionError` for a given degree that does not divide the ranks and the length.
+    """
+    if given is not None and (ranks % given or length % given):
+        raise StrategyOptionError(f"cp={given}: give a number that divides the {ranks} ranks and {length} tokens")
+    if given is not None:
+        return (given,)
+    return tuple(cp for cp in PARTS if ranks % cp == length % cp == 0) if length >= LONG else (1,)
+
+
 def sizes(rows: int) -> list[int]:
     """Return the micro-batches' rows to try, ascending: powers of two that divide `rows`, and `rows` itself."""
     powers = [1 << power for power in range(rows.bit_length())]
@@ -144,7 +186,7 @@ def choices(mesh: Mesh, rows: int, micro_batches: int, layers: Sequence[str], mo
     advises against (stage 2 with a pipeline, which accumulates whole gradients; stage 3, whose gathers would run for
     each micro-batch of each stage), and stages of ZeRO without replicas.
     """
-    dp, ep, tp, pp = mesh
+    dp, ep, cp, tp, pp = mesh
     schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
     for schedule, several in schedules:
         if pp > 1 and not _runs(schedule, pp, several, micro_batches, most_stages):
@@ -157,6 +199,7 @@ def choices(mesh: Mesh, rows: int, micro_batches: int, layers: Sequence[str], mo
                 yield Degrees(
                     dp=dp,
                     ep=ep,
+                    cp=cp,
                     tp=tp,
                     pp=pp,
                     rows=rows,

@@ -25,7 +25,7 @@ from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlo
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
-from ascend_parallel.training.degrees.folding import FoldedGraph
+from ascend_parallel.training.degrees.folding import FoldedGraph, LayerSpan
 from ascend_parallel.training.pipeline.stage_assignment import crossing_bytes, work_done
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.experts import COPY_ACCESSES, ExchangeWork, in_groups
@@ -77,6 +77,8 @@ class OperatorCosts:
 
     sequence
         The operators of the whole model in running order, as indices.
+    spans
+        The layers of the whole model.
     summed
         Seconds of the sums of gradients over the replica's ranks, once in a step.
     touched
@@ -85,6 +87,8 @@ class OperatorCosts:
         Bytes of a rank that cross the cut after the operator.
     gathers_weights
         Whether forward gathers more bytes of parameters than of activations: "tp" then runs as ZeRO-3 does.
+    whole_weights
+        Whether most bytes of parameters are whole on each of several "tp" ranks: they cut the batch or the sequence.
     whole, crossing
         Seconds on one rank and whole bytes that cross, as `balanced` cuts stages.
     """
@@ -102,7 +106,9 @@ class OperatorCosts:
     crossing: Numbers
     parameters: tuple[Parameter, ...]
     gathers_weights: bool
+    whole_weights: bool
     kept: Mapping[str, RecomputeCost]
+    spans: tuple[LayerSpan, ...]
 
 
 def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
@@ -112,12 +118,15 @@ def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
     return Recompute(modules=layers, collectives="recompute" if kind == COLLECTIVES else "keep")
 
 
-def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> OperatorCosts:
-    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks."""
+def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings, ranks: int = 1) -> OperatorCosts:
+    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks.
+
+    ranks: of the whole job, whose slowest sets the pace.
+    """
     hardware = plan.costs.hardware
     assert hardware is not None
     calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
-    model = CostModel(hardware)
+    model = CostModel(hardware.of_slowest(ranks))
     once = np.array([_seconds(plan, node, model) for node in calls])
     kinds = RECOMPUTE if folded.layers else (NONE,)
     pricing = _Pricing(plan, calls, once / PASSES, model, settings)
@@ -138,7 +147,9 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings) -> Oper
         crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
         parameters=pricing.parameters(),
         gathers_weights=pricing.gathers_weights,
+        whole_weights=pricing.whole_weights,
         kept=kept,
+        spans=folded.spans,
     )
 
 
@@ -175,6 +186,16 @@ class _Pricing:
                 self.backward[place] += back
             else:
                 self.forward[place] += sum(step.seconds for step in steps)
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether most bytes of parameters are whole along the mesh's last dimension, of several ranks."""
+        sizes = {True: 0.0, False: 0.0}
+        for node in self._plan.graph.nodes.values():
+            if node.kind == PARAMETER:
+                value = Value(node.name)
+                sizes[self._plan.layouts[value][-1].kind == "replicate"] += self.local_bytes(value)
+        return self._shape[-1] > 1 and sizes[True] > sizes[False]
 
     def local_bytes(self, value: Value) -> float:
         """Return the bytes of a rank's part of a tensor."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib import resources
 from math import isnan
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from ascend_parallel.text import bits_per_second, file_text
@@ -36,7 +37,10 @@ Steps = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """The matmul unit: `cores` cores, each with `macs_per_cycle * frequency` multiply-adds per second."""
+    """The matmul unit: `cores` cores, each with `macs_per_cycle * frequency` multiply-adds per second.
+
+    variation: the standard deviation of the cards' speeds, as a share of their mean.
+    """
 
     macs_per_cycle: float
     frequency: float
@@ -48,6 +52,7 @@ class Matmul:
     k_unaligned: float
     share_32_bit: float
     launch: float
+    variation: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse steps whose last limit is not inf."""
@@ -165,10 +170,20 @@ class Hardware:
         link = replace(self.link, rate=bits)
         return replace(self, link=link, network=replace(self.network, bandwidth=1 / link.seconds_per_byte))
 
+    def of_slowest(self, ranks: int) -> Hardware:
+        """Return the hardware of the slowest of so many ranks, which the others wait for: its cores are slower."""
+        slower = 1 + self.matmul.variation * expected_maximum(ranks)
+        return replace(self, matmul=replace(self.matmul, frequency=self.matmul.frequency / slower))
+
     def with_launch(self, seconds: float) -> Hardware:
         """Return this hardware with another host time per launch."""
         require("--launch-us", seconds * 1e6, 0 <= seconds <= 1, "microseconds from 0 to 1000000")
         return replace(self, host=replace(self.host, launch=seconds))
+
+
+def expected_maximum(count: int) -> float:
+    """Return the expected largest of `count` standard normal numbers (Blom 1958; within 0.03)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 TABLES: dict[str, type[Any]] = {

@@ -23,6 +23,14 @@ NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
 # transformer/dot_product_attention.py). On an NPU MindSpeed-LLM's scripts have --no-masked-softmax-fusion and
 # --attention-softmax-in-fp32: cast, mask, softmax and cast run one by one, in fp32.
 SOFTMAX_BYTES = {"cuda": (4 + 5, 5 + 6), "npu": (6 + 8 + 8 + 6, 6 + 12 + 8 + 6), "cpu": (8, 12)}
+# Beyond a fused kernel: tensors that pass through memory, and launches, forward and backward. Rotary embedding
+# (MindSpeed-LLM 1.0.RC3, modellink/core/models/common/embeddings/rotary_pos_embedding.py): "sliced" cuts off the part
+# that is not rotated, which is empty, and appends it; backward writes zeros for it and adds them. "split" runs two
+# products, a negation, two concatenations and a sum, too. A gated activation (modellink/model/transformer.py,
+# modellink/core/transformer/mlp.py): "split" is chunk, silu or gelu, and a product, each through memory; "tanh" has
+# gelu's approximation by tanh, written out, in the place of gelu.
+EXTRA_ROTARY = {"fused": ((0, 0), (0, 0)), "sliced": ((2, 1), (4, 2)), "split": ((10, 5), (10, 6))}
+EXTRA_ACTIVATION = {"fused": ((0, 0), (0, 0)), "split": ((2, 1), (7, 3)), "tanh": ((18, 8), (32, 13))}
 # Bytes that cross-entropy moves for each logit in 16 bits, forward and backward: Megatron-core's
 # tensor_parallel/cross_entropy.py casts to fp32, and takes maximum, difference, exponential, sum and quotient; backward
 # multiplies and casts back.
@@ -115,6 +123,19 @@ class TransformerLayerTime:
         accesses = (3 if self.model.gated else 2) * self.batch.rows * -(-self._width // self.batch.tp)
         return self._elementwise(accesses, 1 if self._width else 0)
 
+    @cached_property
+    def unfused(self) -> tuple[float, float]:
+        """Seconds that operators take longer, forward and backward, because the framework does not fuse them."""
+        model, batch = self.model, self.batch
+        heads = -(-(model.heads + model.kv_heads) // batch.tp)
+        found = []
+        for rotary, activation in zip(EXTRA_ROTARY[batch.rotary], EXTRA_ACTIVATION[batch.activation], strict=True):
+            rotated = self._elementwise(rotary[0] * batch.rows * heads * model.head_dim, 2 * rotary[1])
+            width = -(-self._width // batch.tp) if model.gated else 0
+            activated = self._elementwise(activation[0] * batch.rows * width, activation[1] if width else 0)
+            found.append(self._whole(rotated) + self._whole(activated))
+        return found[0], found[1]
+
     @property
     def _around_attention(self) -> float:
         return self._whole(self.rotary) + self._whole(self.split)
@@ -150,8 +171,10 @@ class TransformerLayerTime:
         if self._in_region(schedule):
             region = self.region(int(schedule.name))
             outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.parts[FORWARD][:-3])
-            return region.forward().seconds + outside + self.attention + self._around_attention + self.replicated
-        return self._in_parts(FORWARD, schedule) + self.attention + self.elementwise + self.replicated
+            around = self._around_attention + self.unfused[0]
+            return region.forward().seconds + outside + self.attention + around + self.replicated
+        elementwise = self.elementwise + self.unfused[0]
+        return self._in_parts(FORWARD, schedule) + self.attention + elementwise + self.replicated
 
     def backward(self, schedule: Schedule, recompute: str = "none") -> float:
         """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
@@ -164,8 +187,12 @@ class TransformerLayerTime:
             elementwise -= self._whole(self.activation) + (2 if region.pulls else 1) * self._whole(self.tail)
         else:
             linear = self._in_parts(BACKWARD, schedule)
-        other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + 2 * self.replicated
+        other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + self.unfused[1] + 2 * self.replicated
         return linear + other + self.recomputed(schedule, recompute)
+
+    def both(self, schedule: Schedule, recompute: str) -> float:
+        """Return the time of forward and backward."""
+        return self.forward(schedule) + self.backward(schedule, recompute)
 
     def _in_region(self, schedule: Schedule) -> bool:
         """Tell whether a region runs what stands between two attentions: experts are not part of one."""

@@ -18,6 +18,9 @@ from ascend_parallel.tuning.step_time.timing import live
 # Fused attention keeps a maximum and a sum of each row of scores in fp32; on an NPU eight times each (the shape
 # [B, N, S, 8] of npu_fusion_attention's softmax_max and softmax_sum).
 STATISTICS = {"npu": 2 * 8 * WIDE, "cuda": WIDE, "cpu": WIDE}
+# Tensors that a gated activation keeps, by how it runs (`Batch`): both halves and the product; with split operators the
+# activation before the product; with those of gelu's approximation half of the input, tanh, and one more than tanh.
+GATED = {"fused": 3, "split": 4, "tanh": 7}
 # Bytes of a written score that backward reads: the softmax's result in 16 bits (no dropout).
 WRITTEN = 2
 
@@ -50,7 +53,8 @@ def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: boo
     attended = heads * model.value_dim
     ffn = -(-(model.shared_ffn if sparse else model.ffn) // batch.tp)
     # Both norms' inputs and outputs; queries, keys, values; attention's result; the MLP before and after activation.
-    kept = 4 * own * model.hidden + rows * (projected + attended + ffn * (3 if model.gated else 2))
+    gated = GATED[batch.activation]
+    kept = 4 * own * model.hidden + rows * (projected + attended + ffn * (gated if model.gated else 2))
     if sparse:
         kept += _of_experts(model, batch)
     statistics = heads * rows * STATISTICS[batch.device]

@@ -204,6 +204,10 @@ class Batch:
         Ranks that share the experts of each layer (expert parallel), and ranks that share each expert's width.
     fused_attention
         False: attention writes its scores to memory.
+    activation
+        "fused": a gated activation is one kernel; "split": two operators; "tanh": gelu's approximation runs as nine.
+    rotary
+        "fused": one kernel; "sliced": one kernel between a slice and a concatenation; "split": single operators.
     """
 
     sequence: int
@@ -216,6 +220,8 @@ class Batch:
     ep: int = 1
     etp: int = 1
     fused_attention: bool = True
+    activation: str = "fused"
+    rotary: str = "fused"
 
     def __post_init__(self) -> None:
         """Refuse values below 1."""

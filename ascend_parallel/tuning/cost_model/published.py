@@ -62,7 +62,7 @@ LEFT_OUT = (
     "The inside of a fused operator: its tiles, its launches, its share of the cores. Chunks stand for it.",
     "What a step runs beside the layers: dropout, data loading, logging, gradient norms, loss scaling.",
     "The baseline of the publication, and whether a gain is in throughput (as here) or in time.",
-    "Slow ranks, and host time that grows with the number of operators.",
+    "Broken or throttled cards, and host time that grows with the number of operators.",
 )
 
 

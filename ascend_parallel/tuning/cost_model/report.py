@@ -139,7 +139,11 @@ def summary(prediction: dict[str, Any]) -> list[str]:
     lines = [
         f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
         f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
-        "Assumed: all cards alike, no slow card, no time of the host beside the launches",
+        f"The slowest of {prediction['ranks']} cards computes {verdict['slowest']:.1%} slower than the mean. "
+        "Assumed: no broken card, no time of the host beside the launches",
+        f"collectives inside a layer, forward and backward: {_ms(verdict['exposed'])} ms exposed, "
+        f"{_ms(verdict['communication'] - verdict['exposed'])} ms hidden; serial: {_ms(verdict['exposed_serial'])} ms "
+        "exposed",
         f"sums of gradients: {_ms(best['gradients'])} ms exposed, {_ms(best['gradients_hidden'])} ms hidden; "
         f"update and gathers of weights: {_ms(best['optimizer'])} ms",
         f"memory of the fullest card: {size_of(memory['total'])}, {fits}: "
@@ -226,7 +230,7 @@ def _expert_calls(layer: TransformerLayerTime) -> list[dict[str, Any]]:
 
 def _layer(layer: TransformerLayerTime, layout: Layout) -> dict[str, Any]:
     def seconds(schedule: Schedule) -> float:
-        return layer.forward(schedule) + layer.backward(schedule, layout.recompute)
+        return layer.both(schedule, layout.recompute)
 
     communication = layer.communication(layout.recompute)
     in_turn, serial, result = seconds(IN_TURN), seconds(MEGATRON), {}
@@ -262,16 +266,26 @@ def _verdict(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> di
     """Return the step with the best chunks, by card, and its MFU: the share of the peak that the model needs."""
     serial, best = (step_time(costs, model, batch, layout, schedule).total for schedule in (MEGATRON, BEST))
     tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
-    per_card = tokens / best / (batch.tp * batch.cp * layout.dp * layout.pp)
+    ranks = batch.tp * batch.cp * layout.dp * layout.pp
+    per_card = tokens / best / ranks
     unit = costs.hardware.matmul
     peak = unit.macs_per_cycle * unit.frequency * unit.cores
     peak *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
     macs = PASSES * model.macs_per_token(batch.sequence)
+    layer, _ = parts_of(costs, model, batch)
+    in_turn, communication = layer.both(IN_TURN, layout.recompute), layer.communication(layout.recompute)
+    exposed, exposed_serial = (
+        max(0.0, layer.both(schedule, layout.recompute) - (in_turn - communication)) for schedule in (BEST, MEGATRON)
+    )
     return {
         "seconds": best,
         "gain": gain(serial, best),
         "tokens_per_second_per_card": per_card,
         "mfu": per_card * macs / peak,
+        "slowest": unit.frequency / costs.hardware.of_slowest(ranks).matmul.frequency - 1,
+        "communication": communication,
+        "exposed": exposed,
+        "exposed_serial": exposed_serial,
     }
 
 

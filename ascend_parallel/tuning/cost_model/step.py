@@ -107,7 +107,8 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
 
 
 def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepWork:
-    """Return what each rank of a pipeline does in a step, in seconds."""
+    """Return what each rank of a pipeline does in a step, in seconds; the slowest of all cards sets the pace."""
+    costs = of_slowest(costs, batch.tp * batch.cp * layout.dp * layout.pp)
     stages = layout.pp * layout.virtual_stages
     most = model.layers if layout.virtual_stages == 1 else model.layers + 2  # the ends may stand alone
     require("--pp", stages, stages <= most, f"at most the {model.layers} layers of {model.name}")
@@ -150,6 +151,12 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
             for rank in range(layout.pp)
         ],
     )
+
+
+@lru_cache(maxsize=16)
+def of_slowest(costs: CostModel, ranks: int) -> CostModel:
+    """Return the costs on the slowest of so many ranks; cached, because layers cache their best chunk sizes by it."""
+    return CostModel(costs.hardware.of_slowest(ranks))
 
 
 @dataclass(frozen=True)

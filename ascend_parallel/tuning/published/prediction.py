@@ -63,6 +63,8 @@ def predict_run(run: PublishedRun) -> RunPrediction:
         ep=run.ep or 1,
         etp=run.etp or 1,
         fused_attention=run.flash_attention is not False,
+        activation=run.activation or "fused",
+        rotary=run.rotary or "fused",
     )
     layout = Layout(
         dp=run.dp,

@@ -51,12 +51,12 @@ def show_runs(comparison: Mapping[str, Any], console: Console) -> None:
 
 def page(comparison: Mapping[str, Any]) -> str:
     """Return the tables of a comparison in Markdown."""
-    parts = [*_markdown(*_summary(comparison["summary"])), ""]
+    parts = [*markdown(*_summary(comparison["summary"])), ""]
     for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
         rows = [row for row in comparison["rows"] if row["table"] == table]
         cells = [_cells(row) for row in rows if row["error"] is not None]
         parts += [f"### {table}", "", rows[0]["source"], ""]
-        parts += [*_markdown(HEADS, cells), ""] if cells else []
+        parts += [*markdown(HEADS, cells), ""] if cells else []
         left_out = [f"`{row['id']}`: {row['obstacle']}" for row in rows if row["error"] is None]
         parts += ["Not predicted: " + "; ".join(left_out) + ".", ""] if left_out else []
     return "\n".join(parts)
@@ -128,7 +128,8 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return [*lines, *("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)]
 

@@ -52,6 +52,8 @@ class PublishedRun:
         Of a mixture of experts, each as wide as `ffn`.
     ep, etp
         Ranks that share the experts of a layer, and the width of each.
+    activation, rotary
+        How the script runs them (`Batch`).
     """
 
     id: str
@@ -98,6 +100,8 @@ class PublishedRun:
     dtype: str = ""
     recompute: str = ""
     flash_attention: bool | None = None
+    activation: str = ""
+    rotary: str = ""
     mc2_in_script: bool | None = None
     overlap_grad_reduce: bool | None = None
     feature: str = ""
