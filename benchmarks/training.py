@@ -177,11 +177,9 @@ def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) ->
 
 
 def _classes() -> tuple[Any, ...]:
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-    return ColumnParallelLinear, RowParallelLinear, MLP, TransformerLayer
+    return ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
 def _forwards() -> tuple[Any, ...]:

@@ -87,12 +87,12 @@ def _int8_all_reduce(x_m: torch.Tensor, w: QuantisedWeight, group: dist.ProcessG
             if y_part is y_c:
                 pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
             elif x_m.shape[0]:
-                pending.launch(_reduce_and_place, y_part, y_c, group)
+                pending.launch(reduce_and_place, y_part, y_c, group)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes) if x_m.shape[0] else 0)
     return pending
 
 
-def _reduce_and_place(y_part: torch.Tensor, y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
+def reduce_and_place(y_part: torch.Tensor, y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start the all-reduce of the contiguous buffer y_part [M, c]; `wait` copies it into y_c, a view of the result."""
     work = dist.all_reduce(y_part, group=group, async_op=True)
     return FinishingWork([work], functools.partial(y_c.copy_, y_part), group, y_c)
