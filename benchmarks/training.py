@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_cpu import (
 )
 
 import ascend_parallel
-from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
 from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.bench.results import interval
@@ -67,7 +67,8 @@ def main() -> None:
     file = options.pop("json")
     found = on_ranks("training:rank", RANKS, link=options.pop("link"), limit=1200, options=options)
     if options["exposed"]:
-        print(table(["mode", "COC_PARALLEL_NUM", "communication, ms", "exposed, ms"], _exposed_rows(found)))
+        heads = ["mode", "COC_PARALLEL_NUM", "communication, ms", "exposed, ms", "nothing can cover, ms"]
+        print(table(heads, _exposed_rows(found)))
         return
     if file is not None:
         file.write_text(json.dumps({mode: _seconds(variants) for mode, variants in found.items()}) + "\n")
@@ -83,7 +84,7 @@ def _seconds(variants: dict[str, tuple[float, list[float]]]) -> dict[str, list[f
     return {name: times for name, (_, times) in variants.items()}
 
 
-def _exposed_rows(found: dict[str, dict[str, tuple[float, float]]]) -> list[list[str]]:
+def _exposed_rows(found: dict[str, dict[str, tuple[float, ...]]]) -> list[list[str]]:
     return [
         [mode, name, *(f"{each:.1f}" for each in sums)]
         for mode, variants in found.items()
@@ -160,8 +161,11 @@ def _settings(chunks: str) -> dict[str, dict[str, Any]]:
     return {"serial": {"mode": 1}, **{requested: _setting(requested) for requested in chunks.split(",")}}
 
 
-def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the milliseconds of communication of a step on this rank, and of its exposed part: means of the rounds."""
+def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) -> tuple[float, ...]:
+    """Return the milliseconds of communication of a step on this rank, of its exposed part, and what no overlap covers.
+
+    They are means of the rounds.
+    """
     ascend_parallel.configure(**options)
     step()
     with tempfile.TemporaryDirectory() as folder:
@@ -171,17 +175,26 @@ def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) ->
         (file, *_), _ = read_run(Path(folder))
     ascend_parallel.configure(num_chunks=1, mode=-1)
     passes = file.passes
-    sums = (sum(length(part(each)) for each in passes) for part in (communicating, exposed))
-    communication, bare = (each / rounds / 1e6 for each in sums)
-    return communication, bare
+    sums = [sum(length(part(each)) for each in passes) for part in (communicating, exposed)]
+    return tuple(each / rounds / 1e6 for each in (*sums, _uncovered(passes)))
+
+
+def _uncovered(passes: Sequence[Pass]) -> int:
+    """Return the ns by which the communication between two attentions exceeds the computations of its layers."""
+    total = communication = computation = 0
+    for each in sorted(passes, key=lambda each: each.begin):
+        communication += length(communicating(each))
+        computation += sum(span.end - span.begin for span in each.spans if span.kind in COMPUTING)
+        if (each.layer.rpartition(".")[2], each.direction) in (("linear_qkv", "forward"), ("linear_proj", "backward")):
+            total += max(0, communication - computation)
+            communication = computation = 0
+    return total + max(0, communication - computation)
 
 
 def _classes() -> tuple[Any, ...]:
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-    return ColumnParallelLinear, RowParallelLinear, MLP, TransformerLayer
+    return ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
 def _forwards() -> tuple[Any, ...]:

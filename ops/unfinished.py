@@ -350,10 +350,11 @@ def may_be_filled_later() -> bool:
     return not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def unfinished(pending: Pending, least_rows: int, counted: str = "region") -> torch.Tensor:
+def unfinished(pending: Pending, least_rows: int, counted: str = "region", blocks: int = 1) -> torch.Tensor:
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
     Else, and where no tensor may be changed later (inference mode, functorch), wait. `counted`: the name in `COUNTS`.
+    blocks: as in `Rows`; the sizes of `pending` are those of a block.
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
         return pending.wait()
@@ -371,7 +372,7 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region") -> to
     progress = LazyRows(sizes, fill)
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
-    return _rooted(pending.tensor, progress, 1)
+    return _rooted(pending.tensor, progress, blocks)
 
 
 def in_backward() -> bool:
@@ -575,6 +576,10 @@ def _row_view(x: UnfinishedTensor, view: torch.Tensor) -> Any:
         return NotImplemented
     if (lead := _same_rows(value, rows.lead, view)) is not None:
         return UnfinishedTensor(view, Rows(rows.progress, rows.blocks, lead))
+    if (blocks := _turned_blocks(value, rows, view)) is not None:
+        return UnfinishedTensor(view, Rows(rows.progress, blocks, 1))
+    if (finer := _finer_rows(value, rows, view)) is not None:
+        return UnfinishedTensor(view, finer)
     if (part := _some_rows(value, rows, view)) is None:
         return NotImplemented
     stop, blocks, lead = part
@@ -598,6 +603,32 @@ def _same_rows(value: torch.Tensor, lead: int, view: torch.Tensor) -> int | None
         return None
     first = int(view.storage_offset()) - int(value.storage_offset())
     return new if _inside(view, new, first, step) else None
+
+
+def _turned_blocks(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> int | None:
+    """Return the blocks of a view [s, b, ...] of a tensor [b, s, ...], whose rows are those of all b; else None."""
+    step = _row_step(value, rows.lead)
+    if step is None or view.dim() < 2 or view.shape[1] == 1 or rows.blocks % view.shape[1]:
+        return None
+    blocks = rows.blocks // view.shape[1]
+    length = blocks * sum(rows.progress.sizes)
+    first = int(view.storage_offset()) - int(value.storage_offset())
+    turned = (view.shape[0], *view.stride()[:2]) == (length, step, length * step)
+    return blocks if turned and _inside(view, 2, first, step) else None
+
+
+def _finer_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> Rows | None:
+    """Return the rows of a view in which each row of a tensor has become the same number of rows; else None."""
+    step, source = _row_step(value, rows.lead), rows.progress
+    if step is None or rows.blocks > 1 or view.storage_offset() != value.storage_offset():
+        return None
+    stops = list(accumulate(source.sizes))
+    for lead in range(1, view.dim() + 1):
+        each, rest = divmod(prod(view.shape[:lead]), sum(source.sizes))
+        if not rest and each > 1 and _row_step(view, lead) == step // each and _inside(view, lead, 0, step // each):
+            sizes = tuple(each * size for size in source.sizes)
+            return Rows(LazyRows(sizes, lambda index: source.up_to(stops[index]), part_of=source), 1, lead)
+    return None
 
 
 def _inside(view: torch.Tensor, lead: int, first: int, step: int) -> bool:
@@ -695,7 +726,8 @@ class _Operands:
         if not isinstance(leaf, UnfinishedTensor):
             return leaf
         if not leaf._rows.progress.finished:
-            if leaf._rows.blocks != self.rows.blocks:
+            mine, theirs = self.rows, leaf._rows
+            if (theirs.blocks, sum(theirs.progress.sizes)) != (mine.blocks, sum(mine.progress.sizes)):
                 raise _NotByRows
             self.sources.append(leaf._rows.progress)
         return leaf._value

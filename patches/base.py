@@ -38,6 +38,8 @@ class Patch:
         Names of the original's parameters; the replacement was written for these. None: it hands all arguments on.
     reason
         What the replacement does, for `PatchSet.status`.
+    gives_way_to
+        A package that may put a method of its own in place of the replacement; the method then stays.
     """
 
     module: str
@@ -46,6 +48,7 @@ class Patch:
     replacement: Callable[[Function], Function]
     parameters: tuple[str, ...] | None
     reason: str
+    gives_way_to: str | None = None
 
     @property
     def target(self) -> str:
@@ -71,6 +74,10 @@ class Patch:
     def named(self) -> object:
         """Return what the class's name stands for at present; None: the module has no such name."""
         return getattr(sys.modules[self.module], self.owner, None)
+
+    def gave_way(self, method: object) -> bool:
+        """Tell whether a method is that of `gives_way_to`."""
+        return str(getattr(method, "__module__", "")).partition(".")[0] == self.gives_way_to
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
@@ -197,7 +204,7 @@ class PatchSet:
         """Raise `PatchError` if another patch was put on top of one of these."""
         for patch, applied in self._applied.items():
             method = vars(applied.holder).get(patch.method)
-            if method is not applied.replacement:
+            if method is not applied.replacement and not patch.gave_way(method):
                 raise PatchError(
                     f"{patch.target}: cannot be reverted, since {getattr(method, '__qualname__', method)} of "
                     f"{getattr(method, '__module__', 'an unknown module')} was put on top; remove that patch first"
@@ -207,7 +214,8 @@ class PatchSet:
         """Restore the original methods; raise `PatchError` if another patch was put on top."""
         self.refuse_if_covered()
         for patch, applied in self._applied.items():
-            setattr(applied.holder, patch.method, applied.original)
+            if not patch.gave_way(vars(applied.holder).get(patch.method)):
+                setattr(applied.holder, patch.method, applied.original)
         self._applied.clear()
 
     def status(self) -> list[PatchStatus]:

@@ -96,8 +96,12 @@ def region_settings(
 
 @lru_cache(maxsize=64)
 def _unplanned(settings: Settings) -> Settings:
-    count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
-    return replace(settings, num_chunks=count, plan=None, strict=False)
+    return replace(settings, num_chunks=region_chunks(settings), plan=None, strict=False)
+
+
+def region_chunks(settings: Settings) -> int:
+    """Return the chunks of rows in a region that no plan has cut."""
+    return settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
 
 
 def explain(problem: Problem, settings: Settings | None = None) -> Explanation:

@@ -184,6 +184,7 @@ def small_gpt(
     seq: int = 64,
     sequence_parallel: bool = False,
     tied: bool = True,
+    rope: bool = False,
     recompute: bool = False,
     seed: int = 1234,
     dtype: torch.dtype = torch.float32,
@@ -191,7 +192,8 @@ def small_gpt(
 ) -> torch.nn.Module:
     """Return Megatron's GPTModel, built from its local layers, small enough for a CPU.
 
-    ``tied`` shares the embedding's weight with the output layer; ``recompute`` recomputes every layer
+    ``tied`` shares the embedding's weight with the output layer; ``rope`` turns queries and keys by their positions in
+    place of learned embeddings of positions; ``recompute`` recomputes every layer
     in backward; ``config_overrides`` go to TransformerConfig. The norms are Megatron's own, or `PlainNorm` with
     sequence parallel. The weights depend only on ``seed``: tensor-parallel ranks hold slices of the same whole model.
     The caller's random state is unchanged. With pipeline parallel each stage holds its share of the layers and draws
@@ -213,6 +215,7 @@ def small_gpt(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope" if rope else "learned_absolute",
         )
     return model.to(dtype)  # the position embedding ignores params_dtype
 

@@ -55,7 +55,8 @@ class MegatronPatches(AppliedPatches):
         for other in self._on_top:
             found = sys.modules.get(other.module)
             # A module that imports Megatron-core itself is still being executed: it is imported later.
-            unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
+            unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False)
+            unfinished = unfinished and found not in (imported, self.layers)
             if found is not None and not unfinished and other.module not in self._sets:
                 self._add(other.module, other.patch_set(self._megatron))
                 if note := other.note():

@@ -73,6 +73,8 @@ CHAINS = {
     "another order": lambda x, w: x.flip(0) + x,
     "along rows": lambda x, w: x.softmax(0),
     "batch": lambda x, w: x.transpose(0, 1) * 3,
+    "sequence first": lambda x, w: F.layer_norm(x.view(4, 16, -1).transpose(0, 1).contiguous(), x.shape[-1:], w[0]) @ w,
+    "shares of it": lambda x, w: ((x + w[1]).view(2, 32, -1).transpose(0, 1).contiguous()[16:] * 2).view(32, -1) @ w,
     "rows": lambda x, w: torch.cat([x[:5] * 2, x[5:]]),
     "one row": lambda x, w: x[3] + x[-1],
     "columns": lambda x, w: x[..., ::2] * 2,
@@ -115,6 +117,15 @@ def test_a_chain_runs_chunk_by_chunk_in_the_order_of_its_reads():
     assert asked == [0, 1]
     finished(h)
     assert asked == [0, 1, 2]
+
+
+def test_rows_of_several_sequences_come_together_and_stay_unfinished_sequence_first():
+    x, asked = sent(drawn(64, 64), 4)
+    h = F.gelu(F.layer_norm(x.view(4, 16, 64).transpose(0, 1).contiguous(), (64,)) @ drawn(64, 64, seed=1))
+    finished(h[:4])
+    assert asked == [0]
+    finished(h[4:5])
+    assert asked == [0, 1]
 
 
 def test_rows_of_every_rank_come_together():

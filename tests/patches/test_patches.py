@@ -43,6 +43,24 @@ def patch_set(*patches):
     return PatchSet("framework", ">=0.10,<0.17", patches or (patch(),), newest="0.16.1")
 
 
+def test_a_patch_gives_way_to_the_package_that_it_names_and_to_no_other(module):
+    patches = patch_set(patch(gives_way_to="mindspeed"))
+    patches.apply("0.16.1")
+    original, mine = patches._applied[patches.patches[0]].original, module.Layer.forward
+    for written, stays in (("mindspeed.core.adaptor", True), ("monitor", False)):
+        theirs = types.FunctionType((lambda self, x: x).__code__, {"__name__": written})
+        module.Layer.forward = theirs
+        if stays:
+            patches.revert()
+            assert module.Layer.forward is theirs
+            module.Layer.forward = original
+            patches.apply("0.16.1")
+        else:
+            with pytest.raises(PatchError, match="put on top"):
+                patches.revert()
+            module.Layer.forward = mine
+
+
 def test_apply_is_idempotent_and_revert_restores_the_very_object(module):
     original = module.Layer.__dict__["forward"]
     alias = module.Layer

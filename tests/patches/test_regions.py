@@ -9,11 +9,11 @@ from gpt_training import LLAMA, REGION, both, megatron, pipeline_step, train
 
 OPTIONS = {
     "gpt": {},
-    "llama": LLAMA,
+    "llama": {**LLAMA, "rope": True},
     "untied, squared relu": {"tied": False, "activation_func": torch.nn.functional.relu},
     "full recompute": {"recompute": True},
     "gpt, sequence parallel": {"sequence_parallel": True},
-    "llama, sequence parallel": {**LLAMA, "sequence_parallel": True},
+    "llama, sequence parallel": {**LLAMA, "rope": True, "sequence_parallel": True},
     "recompute, sequence parallel": {"recompute": True, "sequence_parallel": True},
     "recompute of the attention core": {"recompute_granularity": "selective"},
     "dropout": {"dropout": 0.1},
@@ -44,6 +44,7 @@ def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks,
         # proj and fc2 of two layers in three forwards, which recompute runs twice
         runs = 24 if options.get("recompute") else 12
         assert found["counts"]["region"] == {"calls": runs, "chunks": 4 * runs, "collectives": 0}
+        assert found["counts"]["region embedding"] == {"calls": 3, "chunks": 12, "collectives": 0}
         assert found["counts"]["region backward"]["calls"] == 15  # qkv and fc1 of two layers, the logits; three steps
         assert found["collectives"][0] == found["collectives"][1]
 
