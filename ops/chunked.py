@@ -57,9 +57,7 @@ def matmul_all_reduce(
     x_m, up_to = arriving(x_m)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
-    chunks = zip(
-        accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True
-    )
+    chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
     with pending.launching():
         for stop, x_c, y_c in chunks:
             up_to(stop)
