@@ -37,7 +37,7 @@ from megatron_cpu import (
 
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, read_run
-from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length
+from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length, union
 from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.bench.results import interval
 
@@ -175,7 +175,8 @@ def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) ->
         (file, *_), _ = read_run(Path(folder))
     ascend_parallel.configure(num_chunks=1, mode=-1)
     passes = file.passes
-    sums = [sum(length(part(each)) for each in passes) for part in (communicating, exposed)]
+    # In a region the collectives of two passes run at the same time.
+    sums = [length(union(each for one in passes for each in part(one))) for part in (communicating, exposed)]
     return tuple(each / rounds / 1e6 for each in (*sums, _uncovered(passes)))
 
 

@@ -38,7 +38,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, may_stay_unfinished, unfinished_blocks
+from ascend_parallel.ops.unfinished import arriving, is_unfinished, may_stay_unfinished, unfinished_blocks
 
 supports = summed_in_backend_order
 
@@ -55,10 +55,13 @@ def matmul_all_reduce(
     """
     if isinstance(w, QuantisedWeight):
         return _int8_all_reduce(x_m, w, group, sizes)
+    x_m, up_to = arriving(x_m)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
+    chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
     with pending.launching():
-        for x_c, y_c in zip(torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True):
+        for stop, x_c, y_c in chunks:
+            up_to(stop)
             compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
@@ -119,6 +122,7 @@ def matmul_reduce_scatter(
     `after` down. `order` is that of the sum over ranks (ops/collectives.py).
     """
     ranks, (k, n) = group.size(), w.shape
+    x_m, up_to = arriving(x_m, ranks)
     rows, own = x_m.shape[0] // ranks, group.rank() if own_rows_may_come_last(group, x_m.device) else None
     dtype = summed_dtype(x_m.dtype) if order == IN_TREE else x_m.dtype
     y_shard_m, sent = x_m.new_empty(rows, n), ranks if own is None else ranks - 1
@@ -138,10 +142,11 @@ def matmul_reduce_scatter(
             [None] * len(sizes) if own is None else torch.split_with_sizes(own_m, sizes),
             strict=True,
         )
-        for start, x_blocks, added, (y_c, own_c) in zip(starts, cut(x_r_m), cut(added_r_m), outputs, strict=True):
-            _multiply_and_add(
-                x_blocks, w, rank_blocks(y_c.view(sent, y_c.shape[0] // sent, n), row_tile), added, row_tile
-            )
+        chunks = zip(starts, accumulate(sizes), cut(x_r_m), cut(added_r_m), outputs, strict=True)
+        for start, stop, x_blocks, added, (y_c, own_c) in chunks:
+            up_to(stop)
+            y_r = y_c.view(sent, y_c.shape[0] // sent, n)
+            _multiply_and_add(x_blocks, w, rank_blocks(y_r, row_tile), added, row_tile)
             computed.append((start, (y_c,) if own_c is None else (y_c, own_c)))
             if after is None or after.done():
                 _start(computed, pending)
@@ -173,20 +178,20 @@ def all_gather_matmul(
     Of an unfinished x_shard_m a chunk is sent, and its own rows are multiplied, as soon as the chunk is there. With
     leaves_rows both results are unfinished, if the chunks have as many rows of a rank on average.
     """
-    ranks, rank, x_shard_m = group.size(), group.rank(), x_shard_m.contiguous()
+    ranks, rank, in_chunks = group.size(), group.rank(), is_unfinished(x_shard_m) and not row_tile
+    x_shard_m = x_shard_m.contiguous()
+    own_m, _ = arriving(x_shard_m)
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
 
     def multiply_own(start: int, stop: int) -> None:
-        own = finished(x_shard_m[start:stop])
+        own = own_m[start:stop]
         compute(MATMUL, "own rows", multiply, own, w, y_r_m[rank, start:stop], row_tile)
         if each is not None:
             each(rank, slice(start, stop), own)
 
-    in_chunks = isinstance(x_shard_m, UnfinishedTensor) and not row_tile
-    gathering, gathered = start_gathers(
-        x_shard_m, group, sizes, ALL_GATHER, then=(lambda index: multiply_own(*bounds[index])) if in_chunks else None
-    )
+    then = (lambda index: multiply_own(*bounds[index])) if in_chunks else None
+    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER, then)
     inputs = list(cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes))
     outputs = list(cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes))
 
@@ -222,13 +227,15 @@ def start_gathers(
     Several chunks in flight keep both directions of a link busy; a single collective may not. ``then(i)`` is called
     after the start of chunk i.
     """
+    x_shard_m, up_to = arriving(x_shard_m)
     gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
     pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
     with pending.launching():
         outputs = cut_blocks(gathered.unbind(), sizes)
-        chunks = zip(torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True)
-        for index, (x_c, places) in enumerate(chunks):
-            pending.launch(dist.all_gather, list(places), finished(x_c).contiguous(), group=group, async_op=True)
+        chunks = zip(accumulate(sizes), torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True)
+        for index, (stop, x_c, places) in enumerate(chunks):
+            up_to(stop)
+            pending.launch(dist.all_gather, list(places), x_c.contiguous(), group=group, async_op=True)
             if then is not None:
                 then(index)
     return pending, gathered

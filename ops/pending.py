@@ -109,9 +109,9 @@ class Pending:
             raise self._failure(index, error) from error
 
     def _may_take(self, index: int) -> bool:
-        """Tell whether a wait may take time; where works do not tell, only the last is taken to be on its way."""
+        """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next."""
         work = self._works[index]
-        return not work.is_completed() and (getattr(work, "tells_completion", True) or index == len(self._works) - 1)
+        return getattr(work, "tells_completion", True) and not work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""

@@ -93,33 +93,33 @@ class LazyRows:
         self._stops = list(accumulate(sizes))
         self._fill: Callable[[int], object] | None = fill
         self._next = 0
+        self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
 
-    @property
-    def filled(self) -> int:
-        """The number of finished rows."""
-        return self._stops[self._next - 1] if self._next else 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether all rows are there."""
-        return self._next == len(self._stops)
-
     def up_to(self, stop: int) -> None:
         """Finish all rows before `stop`."""
-        if self.filled >= stop or self.finished:
+        if self.finished or self.filled >= stop:
             return
-        with self._lock, _filling():
+        if _THREAD.fills:
+            self._up_to(stop)
+        else:
+            with _filling():
+                self._up_to(stop)
+
+    def _up_to(self, stop: int) -> None:
+        with self._lock:
             self._filling = True
             try:
                 while not self.finished and self.filled < stop:
                     assert self._fill is not None
                     self._fill(self._next)
+                    self.filled = self._stops[self._next]
                     self._next += 1
+                    self.finished = self._next == len(self._stops)
             finally:
                 self._filling = False
         if self.finished:
@@ -338,6 +338,21 @@ def _nothing(index: int) -> None:
 def finished(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows; below autograd."""
     return x.finished() if isinstance(x, UnfinishedTensor) else x
+
+
+def is_unfinished(x: torch.Tensor) -> bool:
+    """Tell whether rows of a tensor are still to come."""
+    return isinstance(x, UnfinishedTensor) and not x._rows.progress.finished
+
+
+def arriving(x_m: torch.Tensor, blocks: int = 1) -> tuple[torch.Tensor, Callable[[int], object]]:
+    """Return the memory of rows [M, K], and ``up_to(stop)``: it waits for the rows before `stop` of each block."""
+    if not isinstance(x_m, UnfinishedTensor):
+        return x_m, _nothing
+    rows, before = x_m._rows, (blocks - 1) * (x_m.shape[0] // blocks)
+    if rows.blocks == blocks:
+        before = 0
+    return x_m._value, lambda stop: rows.progress.up_to(before + stop)
 
 
 def may_stay_unfinished(sizes: Sizes, least_rows: int) -> bool:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ascend_parallel.ops.collectives import FinishingWork
+from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.unfinished import (
     LazyRows,
     Rows,
@@ -489,9 +491,38 @@ def test_whoever_gets_a_gradient_gets_a_plain_finished_one(user):
         assert torch.equal(plain, mine)
 
 
-def test_a_postponed_gradient_is_computed_in_an_idle_wait():
-    from ascend_parallel.ops.pending import IDLE_WORK, Pending
+class OnItsWay:
+    """A collective that is done once it is waited for, or was done before."""
 
+    def __init__(self, done=False):
+        self.done = done
+
+    def is_completed(self):
+        return self.done
+
+    def wait(self):
+        self.done = True
+
+
+@pytest.mark.parametrize(
+    ("work", "runs"),
+    [
+        (OnItsWay(), True),
+        (OnItsWay(done=True), False),
+        (FinishingWork([], lambda: None, None, torch.empty(1)), False),  # it does not tell, and may be done
+    ],
+    ids=["on its way", "done", "does not tell"],
+)
+def test_a_wait_runs_idle_work_only_if_it_is_known_to_take_time(work, runs):
+    pending, ran = Pending(torch.empty(4), "a test", None), []
+    pending.launch(lambda: work)
+    IDLE_WORK.append(lambda: ran.append(1))
+    pending.wait()
+    assert bool(ran) is runs
+    IDLE_WORK.clear()
+
+
+def test_a_postponed_gradient_is_computed_in_an_idle_wait():
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, w):
@@ -506,7 +537,6 @@ def test_a_postponed_gradient_is_computed_in_an_idle_wait():
             assert len(written) == 1
             return made
 
-    assert Pending  # whose waits run it
     w = torch.ones(4, requires_grad=True)
     Function.apply(w).backward()
     assert type(w.grad) is torch.Tensor and torch.equal(w.grad, torch.full((4,), 3.0))
