@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.process_groups.consistency import exchange
@@ -113,8 +113,8 @@ def _products(
     problem, sizes = cut.problem, cut.sizes
     ranks = problem.m // problem.rows
     x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
-    own = cut.rank if cut.kernel == "chunked" and problem.operator != ALL_REDUCE else None
-    if own is not None:  # the kernel multiplies this rank's own rows in one call; on gloo alone if it scatters
+    own = cut.rank if cut.kernel == "chunked" and problem.operator == ALL_GATHER else None
+    if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
         yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
     # Its own rows are multiplied in chunks too, where they are unfinished themselves.
     inputs = cut_blocks(rank_blocks(x_r_m), sizes)

@@ -14,8 +14,8 @@ Each tensor is split once, before the loop: slicing inside the loop costs severa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise, repeat
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from ascend_parallel.ops.collectives import (
     IN_TREE,
     FinishingWork,
     StartScatter,
-    own_rows_may_come_last,
     reduce_scatters,
     summed_in_backend_order,
 )
@@ -116,42 +115,33 @@ def matmul_reduce_scatter(
     """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``: x_m [M, K], w [K, N], addend [M, N]; pending [M / R, N].
 
     Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
-    result in place. Over gloo on a CPU this rank's own rows, which nobody waits for, are multiplied last, in one call.
+    result in place.
 
     Nothing is sent before `after` is done: on a backend that runs collectives concurrently, these would slow
     `after` down. `order` is that of the sum over ranks (ops/collectives.py).
     """
     ranks, (k, n) = group.size(), w.shape
     x_m, up_to = arriving(x_m, ranks)
-    rows, own = x_m.shape[0] // ranks, group.rank() if own_rows_may_come_last(group, x_m.device) else None
-    dtype = summed_dtype(x_m.dtype) if order == IN_TREE else x_m.dtype
-    y_shard_m, sent = x_m.new_empty(rows, n), ranks if own is None else ranks - 1
-    partial = x_m.new_empty(sent * rows, n, dtype=dtype)
-    own_m = x_m.new_empty(0 if own is None else rows, n, dtype=dtype)
+    rows = x_m.shape[0] // ranks
+    partial = x_m.new_empty(x_m.shape[0], n, dtype=summed_dtype(x_m.dtype) if order == IN_TREE else x_m.dtype)
+    y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
-    x_r_m, added_r_m = x_m.view(ranks, rows, k), None if addend is None else addend.view(ranks, rows, n)
-    computed: list[tuple[StartScatter, tuple[torch.Tensor, ...]]] = []
-
-    def cut(blocks: torch.Tensor | None) -> Iterable[Sequence[torch.Tensor]]:
-        return repeat((), len(sizes)) if blocks is None else cut_blocks(rank_blocks(blocks, row_tile, but=own), sizes)
-
+    computed: list[tuple[StartScatter, torch.Tensor]] = []
+    added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
-        outputs = zip(
-            torch.split_with_sizes(partial, [sent * size for size in sizes]),
-            [None] * len(sizes) if own is None else torch.split_with_sizes(own_m, sizes),
-            strict=True,
-        )
-        chunks = zip(starts, accumulate(sizes), cut(x_r_m), cut(added_r_m), outputs, strict=True)
-        for start, stop, x_blocks, added, (y_c, own_c) in chunks:
+        inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
+        outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
+        chunks = zip(starts, accumulate(sizes), inputs, outputs, sizes, added, strict=True)
+        for start, stop, x_blocks, y_c, size, addend_r in chunks:
             up_to(stop)
-            y_r = y_c.view(sent, y_c.shape[0] // sent, n)
-            _multiply_and_add(x_blocks, w, rank_blocks(y_r, row_tile), added, row_tile)
-            computed.append((start, (y_c,) if own_c is None else (y_c, own_c)))
+            y_r = y_c.view(ranks, size, n)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, row_tile), row_tile)
+            if addend_r is not None:
+                compute(BESIDE, "add", y_r.add_, addend_r)
+            computed.append((start, y_c))
             if after is None or after.done():
                 _start(computed, pending)
-        if own is not None:
-            _multiply_and_add([x_r_m[own]], w, [own_m], [] if added_r_m is None else [added_r_m[own]], row_tile)
         if computed and after is not None:
             after.wait()
             _start(computed, pending)
@@ -241,21 +231,8 @@ def start_gathers(
     return pending, gathered
 
 
-def _multiply_and_add(
-    x_blocks: Sequence[torch.Tensor],
-    w: torch.Tensor | BlockedWeight,
-    y_blocks: Sequence[torch.Tensor],
-    added: Sequence[torch.Tensor],
-    row_tile: int,
-) -> None:
-    """Write ``x_block @ w``, plus the block of `added` if there is any, to each y_block."""
-    compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
-    for y_block, addend in zip(y_blocks, added, strict=False):
-        compute(BESIDE, "add", y_block.add_, addend)
-
-
-def _start(computed: list[tuple[StartScatter, tuple[torch.Tensor, ...]]], pending: Pending) -> None:
+def _start(computed: list[tuple[StartScatter, torch.Tensor]], pending: Pending) -> None:
     """Start the reduce-scatters of the computed chunks, and empty the list."""
-    for start, parts in computed:
-        pending.launch(start, *parts)
+    for start, y_c in computed:
+        pending.launch(start, y_c)
     computed.clear()

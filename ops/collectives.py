@@ -35,10 +35,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 BY_BACKEND, BY_RANK, IN_TREE = "backend", "rank", "tree"
 
 SumParts = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-StartScatter = Callable[..., Work]
-"""``start(x_c)`` starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's rows, the
-r-th c. On gloo ``start(x_c, own_c)`` too: x_c [(R - 1) c, N] without this rank's rows, own_c [c, N], which may be
-computed later, before the work's `wait`."""
+StartScatter = Callable[[torch.Tensor], Work]
+"""Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
 
 
 def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.ProcessGroup) -> Work:
@@ -130,10 +128,8 @@ def _exchange_and_sum(
     """
     works = [dist.irecv(part, group=group, group_src=peer, tag=tag) for peer, part in received.items()]
 
-    def start(x_c: torch.Tensor, own_c: torch.Tensor | None = None) -> Work:
-        parts = list(torch.split_with_sizes(x_c, [out_c.shape[0]] * (group.size() - (own_c is not None))))
-        if own_c is not None:
-            parts.insert(group.rank(), own_c)
+    def start(x_c: torch.Tensor) -> Work:
+        parts = list(torch.split_with_sizes(x_c, [out_c.shape[0]] * group.size()))
         for peer, part in received.items():
             works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
             parts[peer] = part
@@ -194,11 +190,6 @@ def reduce_scatters(
         _exchange_and_sum(sum_parts, out_c, dict(zip(peers, parts, strict=True)), group, tag)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
-
-
-def own_rows_may_come_last(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether a rank's own rows may be computed after a reduce-scatter of `reduce_scatters` has started."""
-    return group.size() > 1 and device.type == "cpu" and on_gloo(group, device)
 
 
 def summed_in_backend_order(problem: Problem) -> str | None:

@@ -135,14 +135,14 @@ def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):
     def batched(x_r_m, row_tile=0, but=None):
         return batches(x_r_m, but)
 
-    kept = chunked.rank_blocks, chunked.reduce_scatters, chunked.own_rows_may_come_last
+    kept = chunked.rank_blocks, chunked.reduce_scatters
     chunked.rank_blocks = bits.rank_blocks = batched
-    chunked.reduce_scatters, chunked.own_rows_may_come_last = native, lambda *_: False
+    chunked.reduce_scatters = native
     try:
         every_case(group, torch.float32)
         strided_cases(group)
     finally:
-        chunked.rank_blocks, chunked.reduce_scatters, chunked.own_rows_may_come_last = kept
+        chunked.rank_blocks, chunked.reduce_scatters = kept
         bits.rank_blocks = kept[0]
 
 
