@@ -137,4 +137,4 @@ def test_habits_keep_the_bits(ranks, habit, sequence_parallel):
     if sequence_parallel and habit == "evaluated, inference":
         pytest.skip("Megatron-core itself cannot train after it: its buffer of gathered rows is an inference tensor")
     options = {"sequence_parallel": sequence_parallel, **(LLAMA if habit == "functional call" else {})}
-    assert ranks(2).run(compared, habit, options) == [(["region", "region backward"], [])] * 2
+    assert ranks(2).run(compared, habit, options) == [(["region", "region backward", "region embedding"], [])] * 2

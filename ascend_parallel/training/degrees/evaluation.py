@@ -275,13 +275,10 @@ class Evaluation:
         in_flight: for each rank the micro-batches whose activations it holds; None: those of the schedule.
         """
         parts = self._bytes(degrees, self.at(degrees).recompute(degrees), in_flight)
-        most = int(np.sum(parts, axis=0).argmax())
-        return RankBytes(*(float(part[most]) for part in parts))
+        return RankBytes(*parts[:, parts.sum(axis=0).argmax()].tolist())
 
-    def _bytes(
-        self, degrees: Degrees, recompute: StageRecompute, in_flight: tuple[float, ...] | None
-    ) -> tuple[Numbers, ...]:
-        """Return the parts of `memory` by rank, and by row if the recompute has several."""
+    def _bytes(self, degrees: Degrees, recompute: StageRecompute, in_flight: tuple[float, ...] | None) -> Numbers:
+        """Return the fields of `RankBytes` by rank; if the recompute has several rows, by row and rank."""
         at, m = self.at(degrees), degrees.micro_batches
         if in_flight is None:
             in_flight = (1.0,)
@@ -291,10 +288,9 @@ class Evaluation:
         buffers = at.most_by_rank(at.sums.most(at.work.touched) + recompute.inside)
         if degrees.pp > 1:  # torch keeps a receive buffer for every micro-batch
             buffers = buffers + m * at.by_rank(at.sums.received)
-        parameters, gradients, optimizer, gathered = (
-            np.broadcast_to(part, buffers.shape) for part in self._held(degrees)
-        )
-        return parameters, gradients, optimizer, activations, buffers + gathered
+        held = self._held(degrees)
+        parts = (held.parameters, held.gradients, held.optimizer, activations, buffers + held.buckets)
+        return np.stack(np.broadcast_arrays(*parts))
 
     def fewest_layers(self, degrees: Degrees, limit: float, *, least: bool = False) -> Degrees | None:
         """Return the degrees with the fewest layers recomputed on each rank that fit; None: they do not fit.
@@ -304,7 +300,7 @@ class Evaluation:
         """
         at = self.at(degrees)
         in_flight = (1.0,) * degrees.pp if least else None
-        fits = np.sum(self._bytes(degrees, at.recompute_rows(degrees.recompute), in_flight), axis=0) <= limit
+        fits = self._bytes(degrees, at.recompute_rows(degrees.recompute), in_flight).sum(axis=0) <= limit
         if not fits.any(axis=0).all():
             return None
         counts = fits.argmax(axis=0)
@@ -331,8 +327,7 @@ class Evaluation:
         saved = work.kept[degrees.recompute].saved[work.sequence].sum()
         return float(saved / (degrees.replica * degrees.pp))
 
-    def _held(self, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Return bytes of parameters, gradients, optimizer state and buffers of collectives, by rank."""
+    def _held(self, degrees: Degrees) -> _Held:
         at, stage, dp = self.at(degrees), degrees.zero_stage, degrees.dp
         mine = at.own if stage else at.elements
         gradient = at.gradient_sizes(degrees)
@@ -344,7 +339,7 @@ class Evaluation:
         if stage == 3:  # the running operator's parameter and its gradient, whole
             buckets += 2 * at.most_by_rank((at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1))
         parameters, gradients, optimizer = (at.ranks_of(part) for part in kept)
-        return parameters, gradients, optimizer, buckets
+        return _Held(parameters, gradients, optimizer, buckets)
 
     def _optimizer_sizes(self, at: _At) -> Numbers:
         """Return the optimizer's bytes for each element of each parameter."""
@@ -379,6 +374,16 @@ class Evaluation:
                 for size, count in zip(nbytes, _buckets(nbytes), strict=True)
             ]
         )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes by rank that do not depend on the schedule; of buffers, those of collectives over replicas."""
+
+    parameters: Numbers
+    gradients: Numbers
+    optimizer: Numbers
+    buckets: Numbers
 
 
 class _At:
