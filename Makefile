@@ -18,7 +18,7 @@ demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overl
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --durations 20 --numprocesses $(WORKERS) --dist loadfile
 
-test: $(VENV)/ready  ## the most telling tests, about 9 minutes on 2 cores (the goal is 8), and the twenty slowest of them
+test: $(VENV)/ready  ## the most telling tests, under 8 minutes on 2 cores, and the twenty slowest of them
 	$(PYTEST) -m "not slow and not stress and not packages" $(ARGS)
 
 PART ?= 1/1
