@@ -30,10 +30,10 @@ def embedding_sizes(batch: int, tokens: int, layer: ParallelLinear, *, shared_la
     """Return the tokens of each chunk of every sequence, or of a rank's share of it where ranks share its rows.
 
     shared_later: ranks share the rows of the sum once all of them have it. None: the rows are too few to leave any
-    unfinished. Every rank decides alike.
+    unfinished, or a fused kernel, which reads whole tensors, comes next. Every rank decides alike.
     """
     shares, settings = layer.group.size() if layer.sequence_parallel or shared_later else 1, layer.settings
-    if not layer.leaves_rows or settings.effective_mode != 2 or tokens % shares:
+    if not layer.leaves_rows or settings.fused or settings.effective_mode != 2 or tokens % shares:
         return None
     tile = settings.chunk_rows // gcd(settings.chunk_rows, batch)  # so that cuts of rows are at multiples of chunk_rows
     sizes = split_rows(tokens // shares, region_chunks(settings), tile)
