@@ -1,9 +1,10 @@
 """Probe whether a chunked matmul has the same bits as the whole matmul, once for each shape.
 
 A library picks its routine by the number of rows (MKL takes another for 128 rows or fewer at K of 1024 and more),
-and documents no rule. Before the first chunked call of a shape, every rank therefore multiplies random operands of
-that shape, whole and in the kernel's chunks, and compares the results. The ranks exchange their results and take the
-same chunks: the requested chunks if these keep the bits on every rank, else the largest number of chunks that does.
+and documents no rule. Before the first chunked call of a shape, every rank therefore multiplies operands of that
+shape, whole and in the kernel's chunks, and compares the results; the operands show in which order a routine adds.
+The ranks exchange their results and take the same chunks: the requested chunks if these keep the bits on every rank,
+else the largest number of chunks that does.
 
 The probe is invisible to the run: no autograd, no dispatch mode, no draw from the run's random generators.
 """
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, random_operands, without_grad_and_modes
+from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, cancelling_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
@@ -99,7 +100,7 @@ def same_bits(cut: CutMatmul, layout: str, device: torch.device, threads: int) -
     """Tell whether the chunked and the whole matmul have the same bits on this machine, with `threads` threads."""
     try:
         with without_grad_and_modes():
-            x, w = random_operands(cut.problem, layout, device)
+            x, w = cancelling_operands(cut.problem, layout, device)
             whole = torch.mm(x, w)
             return all(torch.equal(product, expected) for product, expected in _products(cut, x, w, whole))
     except torch.OutOfMemoryError:
@@ -109,7 +110,7 @@ def same_bits(cut: CutMatmul, layout: str, device: torch.device, threads: int) -
 def _products(
     cut: CutMatmul, x: torch.Tensor, w: torch.Tensor, whole: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Multiply one chunk of each length as the kernel does; yield each product with the same rows of `whole`."""
+    """Multiply every chunk as the kernel does; yield each product with the same rows of `whole`."""
     problem, sizes = cut.problem, cut.sizes
     ranks = problem.m // problem.rows
     x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
@@ -119,9 +120,7 @@ def _products(
     # Its own rows are multiplied in chunks too, where they are unfinished themselves.
     inputs = cut_blocks(rank_blocks(x_r_m), sizes)
     expected = cut_blocks(rank_blocks(whole_r_m), sizes)
-    for index, (x_blocks, blocks) in enumerate(zip(inputs, expected, strict=True)):
-        if sizes[index] in sizes[:index]:
-            continue
+    for x_blocks, blocks in zip(inputs, expected, strict=True):
         products = [torch.empty_like(block, memory_format=torch.contiguous_format) for block in blocks]
         multiply_blocks(x_blocks, w, products)
         yield from zip(products, blocks, strict=True)

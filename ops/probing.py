@@ -1,4 +1,4 @@
-"""What the probes of bits share: random operands of a matmul, and work that is no part of the user's call."""
+"""What the probes of bits share: operands that show an order of sums, and work that is no part of the user's call."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from ascend_parallel.ops.problem import Problem
 # either (empty). A layer derives the layout from the pass, so that all ranks name the same.
 TRANSPOSED, ROW_MAJOR, ANY = "transposed", "row_major", ""
 
-# Number of distinct rows in a random operand; a larger operand repeats them.
+# Number of distinct rows in an operand; a larger operand repeats them.
 DRAWN_ROWS = 509
 
 
-def random_operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [M, K] and w [K, N] of a problem, w in a layout; the same at each call."""
-    generator = torch.Generator().manual_seed(0)
+def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [M, K] and w [K, N] of a problem, w in a layout, whose product is 0 but for rounding; always the same.
 
-    def drawn(rows: int, columns: int) -> torch.Tensor:
-        base = torch.randn(min(rows, DRAWN_ROWS), columns, generator=generator, device="cpu")
-        repeated = base.to(device=device, dtype=problem.dtype).repeat(-(-rows // max(1, base.shape[0])), 1)
+    Each number of x stands twice in its row, and the two products have unlike signs, at places that are drawn. So the
+    sum that a routine returns is the rounding of its own order of additions. Of random operands the same numbers
+    would hide it: a sum of K products in fp32, rounded to 16 bits, is mostly the same in any order.
+    """
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = problem.m, problem.k, problem.n
+    places = torch.randperm(k // 2 * 2, generator=generator)
+
+    def drawn(rows: int, sign: int) -> torch.Tensor:
+        numbers = torch.randn(max(1, min(rows, DRAWN_ROWS)), k // 2, generator=generator, device="cpu")
+        base = numbers.new_zeros(numbers.shape[0], k)
+        base[:, places] = torch.cat([numbers, sign * numbers], 1)
+        repeated = base.to(device=device, dtype=problem.dtype).repeat(-(-rows // base.shape[0]), 1)
         return repeated[:rows].contiguous()
 
-    m, k, n = problem.m, problem.k, problem.n
-    return drawn(m, k), drawn(n, k).t() if layout == TRANSPOSED else drawn(k, n)
+    x, w_t = drawn(m, 1), drawn(n, -1)
+    return x, w_t.t() if layout == TRANSPOSED else w_t.t().contiguous()
 
 
 @contextmanager

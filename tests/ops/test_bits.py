@@ -16,7 +16,7 @@ from ascend_parallel.ops.operators import (
     start_matmul_all_reduce,
     start_matmul_reduce_scatter,
 )
-from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, cancelling_operands
 from ascend_parallel.overlap.linear import column_linear, row_linear
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -193,3 +193,25 @@ def layers(group, shape, sequence_parallel):
 def test_whole_layers_keep_their_bits_on_two_ranks(ranks, shape, sequence_parallel):
     """On a machine where two chunks of 2,048 rows keep the bits, the ranks find such chunks."""
     assert ranks(2).run(layers, shape, sequence_parallel) == [True, True]
+
+
+@pytest.mark.parametrize("layout", [TRANSPOSED, ROW_MAJOR])
+@pytest.mark.parametrize("k", [1, 7, 512])
+def test_the_operands_of_the_probe_cancel_and_show_an_order_of_sums(k, layout):
+    problem = Problem("matmul_all_reduce", 600, k, 520, torch.bfloat16, "cpu", 2)
+    x, w = (operand.float() for operand in cancelling_operands(problem, layout, CPU))
+    assert (x.shape, w.shape, w.is_contiguous()) == ((600, k), (k, 520), layout == ROW_MAJOR or k == 1)
+    assert (x.double() @ w.double()).abs().max() < 1e-13 * max(k, 1)
+
+    def share_that_differs(x, w):
+        """The share of elements whose bits in 16 bits tell one order of the sums over K from another."""
+        first, last = x[:, : k // 2] @ w[: k // 2], x[:, k // 2 :] @ w[k // 2 :]
+        reversed_k = torch.arange(k - 1, -1, -1)
+        other = x[:, reversed_k] @ w[reversed_k]
+        return ((first + last).bfloat16() != other.bfloat16()).float().mean()
+
+    if k == 512:
+        assert share_that_differs(x, w) > 0.5
+        generator = torch.Generator().manual_seed(1)
+        usual = torch.randn(x.shape, generator=generator), torch.randn(w.shape, generator=generator)
+        assert share_that_differs(*usual) < 0.01
