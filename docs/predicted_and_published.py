@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ascend_parallel.training.degrees.published import evaluate_run, launch_page, launched_runs, planning_obstacle
+from published_degrees import evaluate_run, launch_page, launched_runs, planning_obstacle
+
 from ascend_parallel.tuning.published.report import compare_runs, page
 
 PREDICT, PLANNED = "<!-- predict: below -->\n", "<!-- plan-training: below -->\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import predicted_and_published
 import pytest
+from published_degrees import compare_launch, launch_page
 
-from ascend_parallel.training.degrees.published import compare_launch, launch_page
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle
