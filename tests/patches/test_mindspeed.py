@@ -5,6 +5,7 @@ Every test starts two processes, in which a function of this file runs after bot
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -101,8 +102,6 @@ def test_quantisation_in_training_runs_as_it_is(mindspeed, late):
 
 
 def replaced_pair(group):
-    import sys
-
     from megatron.core.tensor_parallel import layers
 
     import ascend_parallel
@@ -274,7 +273,6 @@ def taken_over_from_llm(group):
     """Import the real file of MindSpeed-LLM's feature, without its packages, which need a dozen more libraries."""
     import importlib
     import os
-    import sys
     import types
 
     from megatron.core.tensor_parallel import layers
@@ -301,8 +299,6 @@ def test_taking_over_knows_the_feature_of_mindspeed_llm(mindspeed):
 
 def parsed_script(group):
     """Every flag of the script is an argument of Megatron-LM or MindSpeed, or stands in MindSpeed-LLM's source."""
-    import sys
-
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *os.environ["SCRIPT_ARGUMENTS"].split()]
@@ -327,3 +323,12 @@ def test_the_launch_script_for_npus_has_only_known_arguments(mindspeed, tmp_path
     environ = os.environ | places | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     words = subprocess.run(["bash", str(script)], env=environ, capture_output=True, text=True, check=True).stdout
     mindspeed(parsed_script, SCRIPT_ARGUMENTS=words.partition("pretrain_gpt.py ")[2].strip())
+
+
+def test_the_benchmark_runs_mindspeeds_functions_beside_ours(mindspeed):
+    script = Path(__file__).parents[2] / "benchmarks/beside_mindspeed.py"
+    words = [sys.executable, str(script), "--shape", "64,32,32", "--chunks", "2", "--rounds", "1"]
+    environ = os.environ | {"MINDSPEED": str(Path(os.environ["MINDSPEED"]).resolve())}
+    ended = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr  # it compares every result with plain's
+    assert ended.stdout.count("| MindSpeed |") == 8, ended.stdout
