@@ -45,6 +45,7 @@ from measuring import (
 )
 from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 from region_graph import GPT, HEAD, ProcessMesh, ShardedModule, planned, trace
+from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from training import forwards, gpt_step
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser = options_of(__doc__, rounds=15, json=True)
     parser.add_argument("--chunks", default="4", help=VARIANTS)
     parser.add_argument("--frameworks", default=";".join(FRAMEWORKS), help="with semicolons; default: all installed")
-    for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2}.items():
+    for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     options = vars(parser.parse_args())
     link, file = options.pop("link"), options.pop("json")
@@ -110,6 +111,7 @@ def rank(
     group: dist.ProcessGroup, name: str, job: dict[str, Any]
 ) -> tuple[float, dict[str, tuple[float, list[float]]], list[str]]:
     """Return the seconds of communication in a step, and of the first and the other steps by variant; and decisions."""
+    torch.set_num_threads(job["threads"])
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(RANKS))
     with _megatron() if name.startswith("megatron") else contextlib.nullcontext():
         return _measured(name, job)
@@ -128,9 +130,9 @@ def _measured(name: str, job: dict[str, Any]) -> tuple[float, dict[str, tuple[fl
     step = _step_of(name, job)
     step()  # warm-up of allocator and optimizer
     communication = _communication(step)
-    variants = {PLAIN: _state(step, num_chunks=1)}
+    variants = {PLAIN: state_of(step, num_chunks=1)}
     for chunks in job["chunks"].split(","):
-        variants[chunks] = _state(step, **settings_of(chunks))
+        variants[chunks] = state_of(step, **settings_of(chunks))
     ascend_parallel.configure(num_chunks=1)
     runs = {each: lambda state=state: with_state(state, step) for each, state in variants.items()}
     first = {each: in_turn({each: runs[each]}, 1, warm_up=0)[each][0] for each in runs}
@@ -169,7 +171,7 @@ def _step_of(name: str, job: dict[str, Any]) -> Step:
 
 def _communication(step: Step) -> float:
     """Return the seconds in which this rank communicates in a step whose layers run without chunks."""
-    serial = _state(step, mode=1)
+    serial = state_of(step, mode=1)
     with_state(serial, step)
     with tempfile.TemporaryDirectory() as folder:
         with ascend_parallel.timeline.record(folder):
@@ -178,7 +180,7 @@ def _communication(step: Step) -> float:
     return sum(length(communicating(each)) for each in file.passes) / 1e9
 
 
-def _state(step: Step, **settings: Any) -> State:
+def state_of(step: object, **settings: Any) -> State:
     """Return what switches the layers of all frameworks to `settings`: what a setting has found out stays with it."""
     ascend_parallel.configure(**{"mode": -1, **settings})
     state: State = [(each, "framework", each.framework) for each in (TRANSFORMERS, TORCH)]
@@ -236,24 +238,39 @@ def transformers_step(job: dict[str, Any]) -> Step:
 
 def torch_step(job: dict[str, Any], sequence_parallel: bool) -> Step:
     """Return a training step of the decoder of examples/frameworks/torch_tp.py."""
-    import torch.nn.functional as F
-    from torch.distributed.device_mesh import init_device_mesh
-
-    example = _example(["--hidden", str(job["hidden"]), "--inner", str(4 * job["hidden"]), "--heads", "12"], job)
-    example.args.sequence_parallel = sequence_parallel
-    torch.manual_seed(0)
-    model = example.Decoder()
-    example.parallelise(model, init_device_mesh("cpu", (RANKS,)))
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False), _tokens(job)
+    model, loss_of = torch_decoder(job, sequence_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = model(ids)
-        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-        F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        loss_of(model).backward()
         optimizer.step()
 
     return step
+
+
+def torch_decoder(
+    job: dict[str, Any], sequence_parallel: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """Return the decoder of examples/frameworks/torch_tp.py, parallelised, and what computes its loss."""
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+
+    example = _example(
+        ["--hidden", str(job["hidden"]), "--inner", str(4 * job["hidden"]), "--heads", str(job.get("heads", 12))], job
+    )
+    example.args.sequence_parallel = sequence_parallel
+    torch.manual_seed(0)
+    model = example.Decoder().to(device, dtype)
+    example.parallelise(model, init_device_mesh(device, (RANKS,)))
+    ids = _tokens(job).to(device)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        logits = model(ids)
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    return model, loss_of
 
 
 def _example(words: list[str], job: dict[str, Any]) -> Any:
