@@ -8,6 +8,7 @@ import pytest
 import torch
 from pool import on_ranks
 from tolerances import LIMIT, close
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascend_parallel import ops
 
@@ -144,6 +145,16 @@ def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):
     finally:
         chunked.rank_blocks, chunked.reduce_scatters = kept
         bits.rank_blocks = kept[0]
+
+
+@on_ranks(2)
+def test_tensors_of_a_gpu_are_not_sent_from_the_hosts_memory(group):
+    """Of a tensor on a GPU gloo can run collectives, but neither send nor receive."""
+    from ascend_parallel.ops.collectives import reduce_scatter_single, reduce_scatters
+
+    with FakeTensorMode():
+        starts = reduce_scatters(torch.empty(8, 4, device="cuda"), (4, 4), group)
+    assert [start.func for start in starts] == [reduce_scatter_single] * 2
 
 
 def gradients(group, operator, chunks):
