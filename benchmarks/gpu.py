@@ -42,6 +42,7 @@ from measuring import (
 
 import ascend_parallel
 from ascend_parallel import Settings, column_linear, row_linear
+from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--plugin", help="a module to import first, which registers the backend")
-    parser.add_argument("--parts", default="layers,steps,profile", help="with commas")
+    parser.add_argument("--parts", default="layers,steps,streams,profile", help="with commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="with commas")
     for name, size in {"hidden": 4096, "rows": 4096, "layers": 2, "heads": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
@@ -87,7 +88,7 @@ def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
         __import__(options["plugin"])
     if options["backend"] != "gloo":
         group = dist.new_group(backend=options["backend"])
-    parts = {"layers": _layers, "steps": _steps, "profile": _profiles}
+    parts = {"layers": _layers, "steps": _steps, "streams": _streams, "profile": _profiles}
     for name in options["parts"].split(","):
         start = time.monotonic()
         texts += parts[name](group, options)
@@ -284,6 +285,39 @@ def _decoder(title: str, dtype: torch.dtype, sequence_parallel: bool, options: d
 
 def _dtensors(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, each) for name, each in model.named_parameters() if hasattr(each.grad, "to_local"))
+
+
+# ---- rows that are read in two streams -------------------------------------------------------------------
+
+
+def _streams(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
+    """Read the rows of a region in two streams, the first of them late; both must see the finished rows."""
+    if options["device"] == "cpu":
+        return ["no streams on a CPU"]
+    layer = Layer("row", options["rows"], options["hidden"], torch.float32, options["device"], group)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x, w, residual = layer.x[layer.me], layer.w[layer.me], layer.dy[0]
+    settings = Settings(num_chunks=4)
+
+    def made(leaves_rows: int) -> torch.Tensor:
+        y = row_linear(x, w, group=group, settings=settings, leaves_rows=leaves_rows)
+        return torch.nn.functional.layer_norm(y + residual, residual.shape[-1:])
+
+    right, wrong = made(0), {"the side stream first": 0, "the main stream first": 0}
+    for first in [side, main] * 5:
+        second = main if first is side else side
+        tensor = made(1)
+        side.wait_stream(main)  # as before any read of a finished tensor
+        read = {}
+        for stream in (first, second):
+            with torch.cuda.stream(stream):
+                if stream is first:
+                    torch.cuda._sleep(100_000_000)
+                read[stream] = whole(tensor).clone()
+        torch.cuda.synchronize()
+        name = "the side stream first" if first is side else "the main stream first"
+        wrong[name] += not all(torch.equal(each, right) for each in read.values())
+    return [f"rows of a region read in two streams, wrong of 5: {wrong}"]
 
 
 # ---- profile ---------------------------------------------------------------------------------------------
