@@ -14,6 +14,7 @@ below the table stands what it decided. Matmuls of a plan are cut by a number al
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -260,6 +261,8 @@ def torch_decoder(
         ["--hidden", str(job["hidden"]), "--inner", str(4 * job["hidden"]), "--heads", str(job.get("heads", 12))], job
     )
     example.args.sequence_parallel = sequence_parallel
+    if device != "cpu":  # gloo does not scatter tensors of a GPU; the ranks draw the same weights
+        example.parallelize_module = functools.partial(example.parallelize_module, src_data_rank=None)
     torch.manual_seed(0)
     model = example.Decoder().to(device, dtype)
     example.parallelise(model, init_device_mesh(device, (RANKS,)))

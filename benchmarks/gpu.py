@@ -13,9 +13,11 @@ and other kernels run under a matmul. Two processes share the GPU by turns: kern
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from frameworks import state_of, torch_decoder
 from measuring import (
+    VARIANTS,
     State,
     deciding,
     gain,
@@ -55,7 +58,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "4, split weight gradient": {"num_chunks": 4, "split_weight_gradient": True},
     "4, deterministic": {"num_chunks": 4, "deterministic": True},
 }
-STEPS = ("2", "4", "8", "4 region", "auto", "auto region=auto")
 MATMULS = ("gemm", "nvjet", "cutlass", "xmma")
 Tensors = dict[str, torch.Tensor]
 
@@ -67,6 +69,8 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--plugin", help="a module to import first, which registers the backend")
     parser.add_argument("--parts", default="layers,steps,streams,profile", help="with commas")
+    parser.add_argument("--chunks", default="2,4,8,4 region,auto,auto region=auto", help=VARIANTS + "; of the decoder")
+    parser.add_argument("--connections", type=int, default=1, help="CUDA_DEVICE_MAX_CONNECTIONS; default: 1")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="with commas")
     for name, size in {"hidden": 4096, "rows": 4096, "layers": 2, "heads": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
@@ -80,6 +84,8 @@ def main() -> None:
 def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
     """Run the parts on this rank; return lines of text."""
     device = options["device"]
+    faulthandler.enable()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options["connections"])
     texts = [f"torch {torch.__version__}, {options['backend']}"]
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -266,11 +272,12 @@ def _decoder(title: str, dtype: torch.dtype, sequence_parallel: bool, options: d
         loss_of(model).backward()
 
     states: dict[str, State] = {PLAIN: state_of(step, num_chunks=1)}
-    states |= {name: state_of(step, **settings_of(name)) for name in STEPS}
+    states |= {name: state_of(step, **settings_of(name)) for name in options["chunks"].split(",")}
     ascend_parallel.configure(num_chunks=1)
     runs = {name: lambda state=state: with_state(state, step) for name, state in states.items()}
     gradients = {}
     for name, function in runs.items():
+        print(title, name, flush=True)  # the last line of a rank that dies
         for _ in range(2 + deciding(name)):
             function()
         gradients[name] = {key: each.grad.to_local().clone() for key, each in _dtensors(model)}
