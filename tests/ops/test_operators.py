@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -155,6 +156,28 @@ def test_tensors_of_a_gpu_are_not_sent_from_the_hosts_memory(group):
     with FakeTensorMode():
         starts = reduce_scatters(torch.empty(8, 4, device="cuda"), (4, 4), group)
     assert [start.func for start in starts] == [reduce_scatter_single] * 2
+
+
+class Refusing(dist.ProcessGroup):
+    """A group that is written in Python, and has no name of its own."""
+
+    def _get_backend(self, device):
+        return self
+
+    def name(self):
+        return "refusing"
+
+    def allreduce(self, tensors, options):
+        raise RuntimeError("refused")
+
+
+@on_ranks(2)
+def test_an_error_names_a_group_that_is_written_in_python(group):
+    if not hasattr(dist.Backend, "REFUSING"):  # the processes serve other tests too
+        dist.Backend.register_backend("refusing", lambda _, rank, size, limit: Refusing(rank, size), devices=["cpu"])
+    own = dist.new_group(backend="refusing")
+    with pytest.raises(ops.CollectiveError, match=r"on group '\w+' of ranks 0, 1 failed on rank \d: refused"):
+        ops.matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), own, num_chunks=2)
 
 
 def gradients(group, operator, chunks):
