@@ -11,7 +11,8 @@ from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ascend_parallel import ops
+from ascend_parallel import Settings, ops
+from ascend_parallel.ops.operators import start_matmul_all_reduce
 
 # Shapes of one rank's x: odd row counts, fewer rows than chunks, one to four dimensions, no rows.
 SHAPES = [(64, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,), (0, 24), (48, 1, 24)]
@@ -177,7 +178,7 @@ def test_an_error_names_a_group_that_is_written_in_python(group):
         dist.Backend.register_backend("refusing", lambda _, rank, size, limit: Refusing(rank, size), devices=["cpu"])
     own = dist.new_group(backend="refusing")
     with pytest.raises(ops.CollectiveError, match=r"on group '\w+' of ranks 0, 1 failed on rank \d: refused"):
-        ops.matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), own, num_chunks=2)
+        start_matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), own, Settings(num_chunks=2))
 
 
 def gradients(group, operator, chunks):
