@@ -1,23 +1,28 @@
-"""Time whole training steps of transformers, torch and DeepSpeed, plain and with overlapped layers.
+"""Time whole training steps of every framework, plain and with overlapped layers.
 
     python benchmarks/frameworks.py --link 1gbit      about eight minutes
-    python benchmarks/frameworks.py --chunks auto     over the loopback, where there is little to hide
+    python benchmarks/frameworks.py --chunks "4,auto,auto region=auto"     over the loopback: little to hide
 
-A Llama of random weights (transformers, DeepSpeed AutoTP), and the decoder of examples/frameworks (torch, with and
-without sequence parallelism): forward, backward and AdamW's step, fp32, 2 ranks. The table has medians, and the ratio
-plain / variant, paired by round, with a bootstrap interval; "communication" is its share of the plain step, from a
-timeline of the layers run without chunks (COC_MODE=1). "first step" includes auto's search for chunks.
+A Llama of random weights (transformers, DeepSpeed AutoTP), the decoder of examples/frameworks (torch), the GPT of
+benchmarks/training.py (megatron), and a planned GPT (examples/sharding), whose plan has Megatron's layouts: forward,
+backward and AdamW's step, fp32, 2 ranks. The table has medians, and the ratio plain / variant, paired by round, with a
+bootstrap interval; "communication" is its share of the plain step, from a timeline of the layers run without chunks
+(COC_MODE=1). "first step" includes auto's search for chunks. Steps in which COC_REGION=auto decides are not timed;
+below the table stands what it decided. Matmuls of a plan are cut by a number alone: `auto` leaves them whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,38 +30,66 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from measuring import (
+    VARIANTS,
+    State,
+    deciding,
+    gain,
+    in_turn,
+    milliseconds,
+    on_ranks,
+    options_of,
+    run,
+    settings_of,
+    table,
+    with_state,
+)
+from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
+from region_graph import GPT, HEAD, ProcessMesh, ShardedModule, planned, trace
+from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput
+from training import forwards, gpt_step
 
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, length
 from ascend_parallel.patches.torch_native.styles import IN_FORCE as TORCH
 from ascend_parallel.patches.transformers.layers import IN_FORCE as TRANSFORMERS
+from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN, VOCABULARY = 2, "plain", 8192
-FRAMEWORKS = ("transformers", "torch", "torch, sequence parallel", "deepspeed")
+FRAMEWORKS = (
+    "transformers",
+    "torch",
+    "torch, sequence parallel",
+    "deepspeed",
+    "megatron",
+    "megatron, sequence parallel",
+    "planned",
+    "planned, sequence parallel",
+)
+Step = Callable[[], None]
 
 
 def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=15, json=True)
-    parser.add_argument(
-        "--chunks",
-        default="4",
-        help='values of COC_PARALLEL_NUM beside the plain step, with commas; "4 region": in regions',
-    )
+    parser.add_argument("--chunks", default="4", help=VARIANTS)
     parser.add_argument("--frameworks", default=";".join(FRAMEWORKS), help="with semicolons; default: all installed")
-    for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2}.items():
+    for name, size in {"hidden": 768, "layers": 2, "rows": 512, "batch": 2, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     options = vars(parser.parse_args())
-    link, file, rows, seconds = options.pop("link"), options.pop("json"), [], {}
+    link, file = options.pop("link"), options.pop("json")
+    rows, seconds, decided = [], {}, []
     for name in options.pop("frameworks").split(";"):
         if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             print("deepspeed is not installed: make compat-deepspeed, then PYTHONPATH=.compat/deepspeed")
             continue
-        share, variants = on_ranks("frameworks:rank", RANKS, link=link, limit=1200, title=name, name=name, job=options)
+        share, variants, decisions = on_ranks(
+            "frameworks:rank", RANKS, link=link, limit=1200, title=name, name=name, job=options
+        )
+        decided += [f"{name}, {decision}" for decision in decisions]
         plain = variants[PLAIN][1]
         seconds[name] = {chunks: times for chunks, (_, times) in variants.items()}
         for chunks, (first, times) in variants.items():
@@ -67,6 +100,7 @@ def main() -> None:
         file.write_text(json.dumps(seconds) + "\n")
     heads = ["framework", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "communication", "first step, ms"]
     print(table(heads, rows))
+    print(*decided, sep="\n")
 
 
 def _ratio(times: list[float], plain: list[float]) -> tuple[str, str]:
@@ -74,37 +108,72 @@ def _ratio(times: list[float], plain: list[float]) -> tuple[str, str]:
     return f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"
 
 
-def rank(group: dist.ProcessGroup, name: str, job: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the seconds of communication in a step, and of the first and the other steps by variant."""
+def rank(
+    group: dist.ProcessGroup, name: str, job: dict[str, Any]
+) -> tuple[float, dict[str, tuple[float, list[float]]], list[str]]:
+    """Return the seconds of communication in a step, and of the first and the other steps by variant; and decisions."""
+    torch.set_num_threads(job["threads"])
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(RANKS))
+    with _megatron() if name.startswith("megatron") else contextlib.nullcontext():
+        return _measured(name, job)
+
+
+@contextlib.contextmanager
+def _megatron() -> Iterator[None]:
+    with megatron_on_cpu():
+        start_model_parallel(RANKS)
+        yield
+        end_model_parallel()
+
+
+def _measured(name: str, job: dict[str, Any]) -> tuple[float, dict[str, tuple[float, list[float]]], list[str]]:
     ascend_parallel.configure(num_chunks=4)  # forwards are installed while a model is made
-    step = _steps_of(name)(job)
+    step = _step_of(name, job)
     step()  # warm-up of allocator and optimizer
     communication = _communication(step)
-    variants = {PLAIN: _state(num_chunks=1)}
+    variants = {PLAIN: state_of(step, num_chunks=1)}
     for chunks in job["chunks"].split(","):
-        number, *region = chunks.split()
-        own = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
-        variants[chunks] = _state(**own, region=bool(region))
+        variants[chunks] = state_of(step, **settings_of(chunks))
     ascend_parallel.configure(num_chunks=1)
-    runs = {each: lambda state=state: _with(state, step) for each, state in variants.items()}
+    runs = {each: lambda state=state: with_state(state, step) for each, state in variants.items()}
     first = {each: in_turn({each: runs[each]}, 1, warm_up=0)[each][0] for each in runs}
+    decisions = [f"{each}: {text}" for each in runs for text in _decided(runs[each], deciding(each))]
     times = in_turn(runs, job["rounds"], warm_up=1)
-    return communication, {each: (first[each], times[each]) for each in runs}
+    runs[PLAIN]()  # restores the plain methods
+    return communication, {each: (first[each], times[each]) for each in runs}, decisions
 
 
-def _steps_of(name: str) -> Callable[[dict[str, Any]], Callable[[], None]]:
-    if name == "transformers":
-        return transformers_step
-    if name == "deepspeed":
-        return deepspeed_step
-    return lambda job: torch_step(job, sequence_parallel="sequence" in name)
+def _decided(step: Step, steps: int) -> list[str]:
+    """Run the steps in which COC_REGION=auto decides; return what rank 0 logs of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ascend_parallel")
+    log.addHandler(handler)
+    for _ in range(steps):
+        step()
+    log.removeHandler(handler)
+    return [text for text in said if "COC_REGION=auto" in text]
 
 
-def _communication(step: Callable[[], None]) -> float:
+def _step_of(name: str, job: dict[str, Any]) -> Step:
+    framework, _, mode = name.partition(", ")
+    if framework == "transformers":
+        return transformers_step(job)
+    if framework == "deepspeed":
+        return deepspeed_step(job)
+    sequence_parallel = mode == "sequence parallel"
+    if framework == "megatron":
+        return gpt_step({**job, "seq": job["rows"]}, sequence_parallel)
+    if framework == "planned":
+        return PlannedStep(job, sequence_parallel)
+    return torch_step(job, sequence_parallel)
+
+
+def _communication(step: Step) -> float:
     """Return the seconds in which this rank communicates in a step whose layers run without chunks."""
-    ascend_parallel.configure(mode=1)
-    step()
+    serial = state_of(step, mode=1)
+    with_state(serial, step)
     with tempfile.TemporaryDirectory() as folder:
         with ascend_parallel.timeline.record(folder):
             step()
@@ -112,22 +181,20 @@ def _communication(step: Callable[[], None]) -> float:
     return sum(length(communicating(each)) for each in file.passes) / 1e9
 
 
-def _state(**settings: Any) -> list[tuple[Any, str, Any]]:
+def state_of(step: object, **settings: Any) -> State:
     """Return what switches the layers of all frameworks to `settings`: what a setting has found out stays with it."""
     ascend_parallel.configure(**{"mode": -1, **settings})
-    held: list[tuple[Any, str, Any]] = [(each, "framework", each.framework) for each in (TRANSFORMERS, TORCH)]
-    held.append((PrepareModuleInput, "_prepare_input_arg", vars(PrepareModuleInput)["_prepare_input_arg"]))
+    state: State = [(each, "framework", each.framework) for each in (TRANSFORMERS, TORCH)]
+    state.append((PrepareModuleInput, "_prepare_input_arg", vars(PrepareModuleInput)["_prepare_input_arg"]))
+    if isinstance(step, PlannedStep):
+        state.append((step, "model", step.sharded()))
+    if "megatron.core.tensor_parallel" in sys.modules:
+        state += forwards()
     if importlib.util.find_spec("deepspeed") is not None:
         from deepspeed.module_inject import layers
 
-        held += [(kind, "forward", vars(kind)["forward"]) for kind in (layers.LinearAllreduce, layers.LinearLayer)]
-    return held
-
-
-def _with(state: list[tuple[Any, str, Any]], step: Callable[[], None]) -> None:
-    for owner, name, value in state:
-        setattr(owner, name, value)
-    step()
+        state += [(kind, "forward", vars(kind)["forward"]) for kind in (layers.LinearAllreduce, layers.LinearLayer)]
+    return state
 
 
 def _tokens(job: dict[str, Any]) -> torch.Tensor:
@@ -148,7 +215,7 @@ def _llama(job: dict[str, Any]) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def transformers_step(job: dict[str, Any]) -> Callable[[], None]:
+def transformers_step(job: dict[str, Any]) -> Step:
     """Return a training step of a Llama with its tp_plan."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -159,7 +226,7 @@ def transformers_step(job: dict[str, Any]) -> Callable[[], None]:
         _llama(job).save_pretrained(folder[0])
     dist.barrier()
     plan = DistributedConfig(tp_size=RANKS, tp_plan="auto")
-    model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=plan)
+    model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=plan).train()
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-6), _tokens(job)
 
     def step() -> None:
@@ -170,26 +237,43 @@ def transformers_step(job: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def torch_step(job: dict[str, Any], sequence_parallel: bool) -> Callable[[], None]:
+def torch_step(job: dict[str, Any], sequence_parallel: bool) -> Step:
     """Return a training step of the decoder of examples/frameworks/torch_tp.py."""
-    import torch.nn.functional as F
-    from torch.distributed.device_mesh import init_device_mesh
-
-    example = _example(["--hidden", str(job["hidden"]), "--inner", str(4 * job["hidden"]), "--heads", "12"], job)
-    example.args.sequence_parallel = sequence_parallel
-    torch.manual_seed(0)
-    model = example.Decoder()
-    example.parallelise(model, init_device_mesh("cpu", (RANKS,)))
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False), _tokens(job)
+    model, loss_of = torch_decoder(job, sequence_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = model(ids)
-        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-        F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        loss_of(model).backward()
         optimizer.step()
 
     return step
+
+
+def torch_decoder(
+    job: dict[str, Any], sequence_parallel: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """Return the decoder of examples/frameworks/torch_tp.py, parallelised, and what computes its loss."""
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+
+    example = _example(
+        ["--hidden", str(job["hidden"]), "--inner", str(4 * job["hidden"]), "--heads", str(job.get("heads", 12))], job
+    )
+    example.args.sequence_parallel = sequence_parallel
+    if device != "cpu":  # gloo does not scatter tensors of a GPU; the ranks draw the same weights
+        example.parallelize_module = functools.partial(example.parallelize_module, src_data_rank=None)
+    torch.manual_seed(0)
+    model = example.Decoder().to(device, dtype)
+    example.parallelise(model, init_device_mesh(device, (RANKS,)))
+    ids = _tokens(job).to(device)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        logits = model(ids)
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    return model, loss_of
 
 
 def _example(words: list[str], job: dict[str, Any]) -> Any:
@@ -203,7 +287,35 @@ def _example(words: list[str], job: dict[str, Any]) -> Any:
         sys.argv = own
 
 
-def deepspeed_step(job: dict[str, Any]) -> Callable[[], None]:
+class PlannedStep:
+    """A training step of a planned GPT; `model` is the sharded model that runs, and its optimizer."""
+
+    def __init__(self, job: dict[str, Any], sequence_parallel: bool) -> None:
+        """Trace and plan the model."""
+        torch.manual_seed(0)
+        sizes = {"layers": job["layers"], "width": job["hidden"], "length": job["rows"]}
+        self._whole = GPT(**sizes, heads=job["hidden"] // HEAD, vocabulary=VOCABULARY)
+        ids = _tokens({**job, "rows": job["rows"] + 1})
+        self._batch = ids[:, :-1], ids[:, 1:]
+        form = "reduce-scatter" if sequence_parallel else "all-reduce"
+        self._plan = planned(trace(self._whole, self._batch), ProcessMesh(list(range(RANKS)), ["mp"]), form)
+        self.model = self.sharded()
+
+    def sharded(self) -> tuple[ShardedModule, torch.optim.Optimizer]:
+        """Return the model, sharded with the current settings, which may ask for no overlap, and an optimizer."""
+        settings = current_settings()
+        model = ShardedModule(self._whole, self._plan, overlap=settings != Settings(), settings=settings)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def __call__(self) -> None:
+        """Run the step."""
+        model, optimizer = self.model
+        optimizer.zero_grad()
+        model(*self._batch).backward()
+        optimizer.step()
+
+
+def deepspeed_step(job: dict[str, Any]) -> Step:
     """Return a training step of a Llama with DeepSpeed AutoTP."""
     import deepspeed
 

@@ -17,10 +17,36 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks, report
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 FOLDER = Path(__file__).parent
+WORDS: dict[str, dict[str, Any]] = {
+    "region": {"region": True},
+    "region=auto": {"region": "auto"},
+    "split": {"split_weight_gradient": True},
+}
+State = list[tuple[Any, str, Any]]
+"""What switches a step to a variant: owners, names of their attributes, and the attributes' values."""
+VARIANTS = (
+    'values of COC_PARALLEL_NUM beside the plain step, with commas; "4 region": in regions; "4 region=auto": the '
+    'first steps decide; "4 split": COC_SPLIT_WEIGHT_GRADIENT=1'
+)
+
+
+def settings_of(variant: str) -> dict[str, Any]:
+    """Return the settings of a variant in words, such as "auto region=auto"."""
+    number, *words = variant.split()
+    settings: dict[str, Any] = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
+    for word in words:
+        settings |= WORDS[word]
+    return settings
+
+
+def deciding(variant: str) -> int:
+    """Return the number of steps after which COC_REGION=auto has decided; 0 for a variant without it."""
+    return len(TURNS) if "region=auto" in variant.split() else 0
 
 
 def options_of(
@@ -79,6 +105,13 @@ def in_turn(
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def with_state(state: State, step: Callable[[], object]) -> None:
+    """Run a step in `state`; what a setting has found out stays with the state's values."""
+    for owner, name, value in state:
+        setattr(owner, name, value)
+    step()
 
 
 def gain(theirs: Sequence[float], ours: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ def _times(
     model = GPT(width=hidden, heads=hidden // HEAD, vocabulary=VOCABULARY, length=length).eval()
     drawn = torch.randint(VOCABULARY, (BATCH, length + 1))
     batch = drawn[:, :-1], drawn[:, 1:]
-    plan = _planned(trace(model, batch), ProcessMesh(list(range(group.size())), ["mp"]), form)
+    plan = planned(trace(model, batch), ProcessMesh(list(range(group.size())), ["mp"]), form)
     chunked = {"num_chunks": options["chunks"]}
     settings = {"serial": Settings(mode=1), "layers": Settings(**chunked), "region": Settings(**chunked, region=True)}
     runs: dict[str, Callable[[], object]] = {}
@@ -58,7 +58,7 @@ def _times(
     return in_turn(runs, options["rounds"])
 
 
-def _planned(graph: Graph, mesh: ProcessMesh, form: str) -> ShardingPlan:
+def planned(graph: Graph, mesh: ProcessMesh, form: str) -> ShardingPlan:
     """Return a plan with Megatron-core's layouts; with "reduce-scatter" the rows of the stream are sharded."""
     chosen: dict[str, object] = {}
     chosen |= dict.fromkeys(["layers.*.qkv", "layers.*.up"], (((None, None, None), ("mp", None)), None))

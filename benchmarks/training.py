@@ -25,7 +25,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from measuring import (
+    VARIANTS,
+    State,
+    deciding,
+    gain,
+    in_turn,
+    milliseconds,
+    on_ranks,
+    options_of,
+    run,
+    settings_of,
+    table,
+    with_state,
+)
 from megatron_cpu import (
     end_model_parallel,
     finalize_gradients,
@@ -38,27 +51,15 @@ from megatron_cpu import (
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length, union
-from ascend_parallel.patches.region_choice import TURNS
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "region": {"region": True},
-    "region=auto": {"region": "auto"},
-    "split": {"split_weight_gradient": True},
-}
-DECIDING = len(TURNS)  # steps after which COC_REGION=auto has decided
 
 
 def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=15, json=True)
-    parser.add_argument(
-        "--chunks",
-        default="auto,4,4 region",
-        help='values of COC_PARALLEL_NUM beside the plain step; "4 region": in regions; "4 region=auto": it decides; '
-        '"4 split": COC_SPLIT_WEIGHT_GRADIENT=1',
-    )
+    parser.add_argument("--chunks", default="auto,4,4 region", help=VARIANTS)
     for name, size in {"hidden": 768, "layers": 2, "seq": 512, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--exposed", action="store_true", help="record timelines instead of times")
@@ -110,7 +111,24 @@ def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
 
 def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of the first step, and of the other steps, by variant; or what `_recorded` returns."""
-    sequence_parallel = mode != "all-reduce"
+    step = gpt_step(job, sequence_parallel=mode != "all-reduce")
+    step()  # warm-up of allocator and optimizer
+    if job["exposed"]:
+        return {name: _recorded(step, job["rounds"], options) for name, options in _settings(job["chunks"]).items()}
+    runs = {
+        name: lambda state=state: with_state(state, step) for name, state in _variants(job["chunks"].split(",")).items()
+    }
+    first = {name: in_turn({name: runs[name]}, 1, warm_up=0)[name][0] for name in runs}
+    for name in runs:
+        for _ in range(deciding(name)):
+            runs[name]()
+    times = in_turn(runs, job["rounds"], warm_up=0, clock=time.process_time if job["processor"] else time.perf_counter)
+    runs[PLAIN]()  # restores the plain methods
+    return {name: (first[name], times[name]) for name in runs}
+
+
+def gpt_step(job: dict[str, Any], sequence_parallel: bool) -> Callable[[], None]:
+    """Return a training step of Megatron's GPT with the sizes of `job`."""
     shape = {"num_layers": job["layers"], "hidden": job["hidden"], "heads": 12, "seq": job["seq"], "vocab": 8192}
     model = small_gpt(**shape, sequence_parallel=sequence_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -122,43 +140,22 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
         finalize_gradients(model)
         optimizer.step()
 
-    step()  # warm-up of allocator and optimizer
-    if job["exposed"]:
-        return {name: _recorded(step, job["rounds"], options) for name, options in _settings(job["chunks"]).items()}
-    runs = {
-        name: lambda forwards=forwards: _with(forwards, step)
-        for name, forwards in _variants(job["chunks"].split(",")).items()
-    }
-    first = {name: in_turn({name: runs[name]}, 1, warm_up=0)[name][0] for name in runs}
-    for name in runs:
-        for _ in range(DECIDING if name.endswith("=auto") else 0):
-            runs[name]()
-    times = in_turn(runs, job["rounds"], warm_up=0, clock=time.process_time if job["processor"] else time.perf_counter)
-    runs[PLAIN]()  # restores the plain methods
-    return {name: (first[name], times[name]) for name in runs}
+    return step
 
 
-def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
+def _variants(chunks: list[str]) -> dict[str, State]:
     """Return the patched forward methods by setting, the plain methods first."""
     ascend_parallel.configure(num_chunks=1)
-    variants = {PLAIN: _forwards()}
+    variants = {PLAIN: forwards()}
     for requested in chunks:
-        ascend_parallel.configure(**_setting(requested))
-        variants[requested] = _forwards()
+        ascend_parallel.configure(**settings_of(requested))
+        variants[requested] = forwards()
         ascend_parallel.configure(num_chunks=1)
     return variants
 
 
-def _setting(requested: str) -> dict[str, Any]:
-    number, *more = requested.split()
-    own: dict[str, Any] = {"auto": True} if number == "auto" else {"num_chunks": int(number)}
-    for word in more:
-        own |= OPTIONS[word]
-    return own
-
-
 def _settings(chunks: str) -> dict[str, dict[str, Any]]:
-    return {"serial": {"mode": 1}, **{requested: _setting(requested) for requested in chunks.split(",")}}
+    return {"serial": {"mode": 1}, **{requested: settings_of(requested) for requested in chunks.split(",")}}
 
 
 def _recorded(step: Callable[[], None], rounds: int, options: dict[str, Any]) -> tuple[float, ...]:
@@ -192,21 +189,13 @@ def _uncovered(passes: Sequence[Pass]) -> int:
     return total + max(0, communication - computation)
 
 
-def _classes() -> tuple[Any, ...]:
+def forwards() -> State:
+    """Return the forwards of Megatron's parallel layers, with where they stand."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-    return ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-
-
-def _forwards() -> tuple[Any, ...]:
-    return tuple(owner.forward for owner in _classes())
-
-
-def _with(forwards: tuple[Any, ...], step: Callable[[], None]) -> None:
-    """Run a step with these methods; what a setting has found out stays with its methods."""
-    for owner, forward in zip(_classes(), forwards, strict=True):
-        owner.forward = forward
-    step()
+    return [
+        (kind, "forward", kind.forward) for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    ]
 
 
 if __name__ == "__main__":

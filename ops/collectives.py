@@ -179,7 +179,7 @@ def reduce_scatters(
     results the functions take fp32.
     """
     outs, sum_parts = torch.split_with_sizes(out_m, sizes), _SUMS[order]
-    if not on_gloo(group, out_m.device):
+    if not sends_from_memory(group, out_m.device):
         start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
     tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
@@ -199,6 +199,14 @@ def summed_in_backend_order(problem: Problem) -> str | None:
     if not problem.deterministic or problem.operator == ALL_GATHER or (problem.ranks == 2 and problem.device == "cpu"):
         return None
     return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"
+
+
+def sends_from_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the group is gloo's and `device` a CPU: gloo's sends and receives read the host's memory alone.
+
+    The collectives of a tensor on a GPU, its reduce-scatter among them, gloo copies through the host.
+    """
+    return device.type == "cpu" and on_gloo(group, device)
 
 
 def on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -77,6 +77,11 @@ _LATEST: weakref.WeakKeyDictionary[dist.ProcessGroup, Pending] = weakref.WeakKey
 """The latest collectives of each group whose rows are unfinished."""
 
 
+@cache
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
+
+
 class LazyRows:
     """The progress of rows that are filled in order, on demand; several tensors may share it.
 
@@ -96,12 +101,28 @@ class LazyRows:
         self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
+        self._stream = torch.accelerator.current_stream() if _accelerated() else None
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
 
     def up_to(self, stop: int) -> None:
-        """Finish all rows before `stop`."""
+        """Finish all rows before `stop`, for a reader in the current stream.
+
+        The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
+        another stream has waited for that call, and knows nothing of readers that came between.
+        """
+        if self._stream is None or (current := torch.accelerator.current_stream()) == self._stream:
+            self._fill_up_to(stop)
+            return
+        torch.accelerator.set_stream(self._stream)
+        try:
+            self._fill_up_to(stop)
+        finally:
+            torch.accelerator.set_stream(current)
+        current.wait_stream(self._stream)
+
+    def _fill_up_to(self, stop: int) -> None:
         if self.finished or self.filled >= stop:
             return
         if _THREAD.fills:
@@ -255,8 +276,7 @@ class UnfinishedTensor(torch.Tensor):
 
     def finished(self) -> torch.Tensor:
         """Return the whole tensor, with torch's own memory, to read; waits for its rows."""
-        if not self._rows.progress.finished:
-            self._rows.progress.finish()
+        self._rows.progress.finish()
         return self._value
 
     def _given_away(self) -> torch.Tensor:
@@ -740,11 +760,12 @@ class _Operands:
             self._read.append(_Unchanged(leaf))
         if not isinstance(leaf, UnfinishedTensor):
             return leaf
-        if not leaf._rows.progress.finished:
-            mine, theirs = self.rows, leaf._rows
-            if (theirs.blocks, sum(theirs.progress.sizes)) != (mine.blocks, sum(mine.progress.sizes)):
-                raise _NotByRows
-            self.sources.append(leaf._rows.progress)
+        if leaf._rows.progress.finished:
+            return leaf.finished()
+        mine, theirs = self.rows, leaf._rows
+        if (theirs.blocks, sum(theirs.progress.sizes)) != (mine.blocks, sum(mine.progress.sizes)):
+            raise _NotByRows
+        self.sources.append(leaf._rows.progress)
         return leaf._value
 
     def wait(self, stop: int) -> None:

@@ -12,8 +12,11 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def describe(group: dist.ProcessGroup) -> str:
-    """Return a group in words: its description and its global ranks."""
-    name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
+    """Return a group in words: its description, or its name, and its global ranks.
+
+    A group that is written in Python may have neither itself; torch's own table has its name.
+    """
+    name = group.group_desc if group.group_desc not in ("", "undefined") else c10d._get_process_group_name(group)
     return f"group {name!r} of ranks {listed(dist.get_process_group_ranks(group))}"
 
 

@@ -6,10 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import on_ranks
 from tolerances import LIMIT, close
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ascend_parallel import ops
+from ascend_parallel import Settings, ops
+from ascend_parallel.ops.operators import start_matmul_all_reduce
 
 # Shapes of one rank's x: odd row counts, fewer rows than chunks, one to four dimensions, no rows.
 SHAPES = [(64, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,), (0, 24), (48, 1, 24)]
@@ -144,6 +147,38 @@ def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):
     finally:
         chunked.rank_blocks, chunked.reduce_scatters = kept
         bits.rank_blocks = kept[0]
+
+
+@on_ranks(2)
+def test_tensors_of_a_gpu_are_not_sent_from_the_hosts_memory(group):
+    """Of a tensor on a GPU gloo can run collectives, but neither send nor receive."""
+    from ascend_parallel.ops.collectives import reduce_scatter_single, reduce_scatters
+
+    with FakeTensorMode():
+        starts = reduce_scatters(torch.empty(8, 4, device="cuda"), (4, 4), group)
+    assert [start.func for start in starts] == [reduce_scatter_single] * 2
+
+
+class Refusing(dist.ProcessGroup):
+    """A group that is written in Python, and has no name of its own."""
+
+    def _get_backend(self, device):
+        return self
+
+    def name(self):
+        return "refusing"
+
+    def allreduce(self, tensors, options):
+        raise RuntimeError("refused")
+
+
+@on_ranks(2)
+def test_an_error_names_a_group_that_is_written_in_python(group):
+    if not hasattr(dist.Backend, "REFUSING"):  # the processes serve other tests too
+        dist.Backend.register_backend("refusing", lambda _, rank, size, limit: Refusing(rank, size), devices=["cpu"])
+    own = dist.new_group(backend="refusing")
+    with pytest.raises(ops.CollectiveError, match=r"on group '\w+' of ranks 0, 1 failed on rank \d: refused"):
+        start_matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), own, Settings(num_chunks=2))
 
 
 def gradients(group, operator, chunks):

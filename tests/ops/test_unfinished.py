@@ -300,6 +300,63 @@ def test_threads_read_the_same_rows_once():
     assert set(found) == {(drawn(64, 8) * 2 + 1).sum().item()}
 
 
+class Stream:
+    """A stream of an accelerator; `running` is the current one."""
+
+    running = None
+
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Two streams, the first of them current."""
+    made, side = Stream(), Stream()
+    monkeypatch.setattr("ascend_parallel.ops.unfinished._accelerated", lambda: True)
+    monkeypatch.setattr(Stream, "running", made)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream.running)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(Stream, "running", stream))
+    return made, side
+
+
+def test_rows_are_filled_in_the_stream_in_which_their_tensor_was_made(streams):
+    made, side = streams
+    filled_in = []
+    rows = LazyRows((2, 2), lambda _: filled_in.append(Stream.running))
+    Stream.running = side
+    rows.up_to(2)
+    assert Stream.running is side and side.waited_for == [made]
+    Stream.running = made
+    rows.finish()
+    assert filled_in == [made, made] and made.waited_for == []
+
+
+def test_a_reader_in_another_stream_waits_for_rows_that_were_filled_for_an_earlier_reader(streams):
+    made, side = streams
+    tensor = UnfinishedTensor(torch.ones(4, 2), Rows(LazyRows((2, 2), lambda _: None), 1, 1))
+    assert tensor.sum() == 8
+    Stream.running = side
+    assert tensor.finished().sum() == 8
+    assert side.waited_for == [made]
+    assert tensor.sum() == 8
+    assert side.waited_for == [made, made]
+
+
+def test_a_fill_that_fails_gives_the_readers_stream_back(streams):
+    def fail(_):
+        raise ValueError
+
+    rows = LazyRows((2,), fail)
+    Stream.running = streams[1]
+    with pytest.raises(ValueError):
+        rows.finish()
+    assert Stream.running is streams[1]
+
+
 def test_small_operands_may_change_at_once():
     """As a norm's weight does that FSDP frees behind the norm."""
     x, _ = sent(drawn(64, 8))

@@ -222,7 +222,8 @@ def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
 def _latest_node() -> torch.fx.Node | None:
     """Return the node that was traced last."""
     mode = get_proxy_mode()
-    return None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+    # With torch 2.11 what `reversed` returns can be iterated, and is no iterator itself.
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def _nodes_after(node: torch.fx.Node | None) -> Iterator[torch.fx.Node]:
