@@ -89,7 +89,7 @@ FUNCTIONS = {
 def compared(group, functions, shape):
     mesh = ProcessMesh(torch.arange(group.size()).reshape(shape).tolist(), ["a", "b"][: len(shape)])
     torch.manual_seed(group.rank())
-    for rows in (12, 5) if len(shape) == 1 else (5,):  # 5 rows are cut unevenly; the other dimensions evenly
+    for rows in (12, 5) if shape == (2,) else (5,):  # 5 rows are cut unevenly, the last dimension evenly
         x = torch.randn(rows, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
         for function in FUNCTIONS[functions]:
             whole = x.clone().requires_grad_()
