@@ -1,5 +1,6 @@
 """``ascend-parallel plan-training``: its TOML trains on real ranks; its output, files and errors."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def trained(group, path):
     return losses
 
 
+@functools.cache
 def on_one_card():
     sys.path.insert(0, str(EXAMPLES))
     from gpt import GPT, batch_of

@@ -38,14 +38,17 @@ class Terminal(io.StringIO):
 
 
 TIMED = ("--shape", "64,32,32", "--rounds", "3", "--chunks", "2", "--layer", "row")
-TRAINED = ("--model", "llama2-7b", "--ranks", "8", "--memory", "64GB", "--batch", "8")
+PLANNED = f"{EXAMPLES}/strategy/train.py:planned"
 # The commands that may take longer than two seconds, with what they show meanwhile; {folder} is a temporary folder.
 LONG = [
     (("doctor",), "examining"),
     (("propagate", MODEL, "--mesh", "mp=2", "--brief"), "tracing"),
     (("propagate", "{folder}/model.py:mlp", "--mesh", "mp=2", "--advise"), "propagation "),
-    (("strategy", f"{EXAMPLES}/strategy/train.py:planned", "--config", f"{EXAMPLES}/strategy/gpt.toml"), "planning"),
-    (("plan-training", *TRAINED, "--out", "{folder}/strategy.toml"), "tracing"),
+    (("strategy", PLANNED, "--config", f"{EXAMPLES}/strategy/gpt.toml"), "planning"),
+    (
+        ("plan-training", "--model", PLANNED, *("--ranks", "2", "--memory", "1GB"), "--out", "{folder}/strategy.toml"),
+        "tracing",
+    ),
     (("predict", "--model", "llama2-7b"), "predicting"),
     (("bench", *TIMED), "starting the ranks"),
     (("timeline", "{folder}/spans", "--no-png"), "merging"),

@@ -170,8 +170,8 @@ def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
 )
 def test_sizes_of_real_layers_on_eight_ranks(ranks, dtype, shape):
     cases = [(rows, shape, dtype, TREE) for rows in (1, 33, 512)] + [(512, shape, dtype, TREE, True)]
-    one, *others = at_degrees(ranks, of_all, cases, degrees=(1, 2, 4, 8))
-    assert all(degree == one for degree in others)
+    one, eight = at_degrees(ranks, of_all, cases, degrees=(1, 8))
+    assert eight == one
 
 
 def errors(group, settings):

@@ -83,16 +83,9 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param("Phi3", torch.float32, marks=pytest.mark.slow),
-        pytest.param("Phi3", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("Glm", torch.float32, marks=pytest.mark.slow),
-        pytest.param("Glm", torch.bfloat16, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+# Here and below each model in one dtype, and the Llama in both: sums in 16 bits are others, whatever the model.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("Phi3", torch.bfloat16), ("Glm", torch.float32)], ids=str)
 def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype):
     """gate_up_proj and qkv_proj: transformers cuts them as they are, and gathers their features."""
     one, two, four = at_degrees(ranks, llama, write(tmp_path, name, **PACKED[name]), dtype, TREE)
@@ -103,9 +96,9 @@ def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path, dtype):
-    one, two, four = at_degrees(ranks, llama, write(tmp_path, "Qwen3", **SIZES, head_dim=16), dtype, TREE)
+def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path):
+    path = write(tmp_path, "Qwen3", **SIZES, head_dim=16)
+    one, two, four = at_degrees(ranks, llama, path, torch.bfloat16, TREE)
     assert two == one
     assert four == one
     assert any(key.endswith("q_norm.weight") for key in one)
@@ -152,9 +145,8 @@ def test_without_it_a_llama_differs(ranks, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_own_styles_train_alike_at_every_degree(ranks, dtype):
-    one, two, four = at_degrees(ranks, native, dtype, TREE)
+def test_torchs_own_styles_train_alike_at_every_degree(ranks):
+    one, two, four = at_degrees(ranks, native, torch.float32, TREE)
     assert two == one
     assert four == one
     assert len(set(one["losses"])) == STEPS
@@ -171,8 +163,6 @@ def test_chunks_and_eight_ranks_change_nothing(ranks, path):
     [
         pytest.param("sequence", torch.float32),
         pytest.param("layers", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("sequence", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("layers", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -18,10 +18,9 @@ COMPARE = FOLDER / "compare.py"
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("torch_tp", "-- --sequence-parallel --dtype bfloat16"),
         ("transformers_tp", "-- --model Qwen2 --generate --dtype bfloat16"),
         ("transformers_tp", "-- --accelerate"),
-        ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp"),
+        ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp --dtype bfloat16"),
         ("torch_tp", "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint"),
         ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
     ],

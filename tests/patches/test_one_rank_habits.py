@@ -165,12 +165,28 @@ def habits(group, names, path, region):
     return found
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("models"), "Llama", num_hidden_layers=1)
+
+
+# Each habit on 2 ranks without regions, and on 3 with them; those whose bits are compared, and forwards put in place,
+# also the other way about.
+WAYS = [(name, 2, False) for name in HABITS]
+WAYS += [pytest.param(name, 3, True, marks=pytest.mark.slow) for name in HABITS]
+WAYS += [
+    pytest.param(f"{plan}, {habit}", *way, marks=pytest.mark.slow)
+    for way in ((2, True), (3, False))
+    for plan, habit in (
+        *(("transformers", name) for name in ("a mode", "F.linear")),
+        *((plan, "in place") for plan in ("sequence", "plain")),
+    )
+]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("region", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", HABITS)
-def test_ranks_run_the_same_collectives(ranks, tmp_path, count, region, name):
-    path = write(tmp_path, "Llama", num_hidden_layers=1)
+@pytest.mark.parametrize(("name", "count", "region"), WAYS)
+def test_ranks_run_the_same_collectives(ranks, path, name, count, region):
     first, *others = ranks(count).run(habits, [name], path, region)
     assert {name: (error, bits) for name, (error, bits, _) in first.items() if error > 1e-5 or bits} == {}
     for other in others:

@@ -126,12 +126,7 @@ def test_compiled_with_the_kernels_and_without_in_one_process(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "gated", "dim", "dtype"),
-    [
-        (2, True, 0, torch.bfloat16),
-        (3, True, 1, torch.float32),
-        (4, False, 0, torch.float32),
-        (3, False, 1, torch.bfloat16),
-    ],
+    [(2, True, 0, torch.bfloat16), (3, True, 1, torch.float32), (4, False, 0, torch.float32)],
 )
 def test_losses_and_gradients_are_those_of_eager(ranks, count, gated, dim, dtype):
     """The gated MLP's input gradient is a sum of two products, which torch's pass does not fuse."""

@@ -109,8 +109,11 @@ def train_all(group, name, mesh_shape):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"),
+    [("Llama", (2,)), *((name, (2, 2)) for name in ("Llama", "GPT", "Bert", "ResNet"))],
+    ids=str,
+)
 def test_training_equals_the_graph_and_the_unsharded_model(ranks, name, mesh_shape):
     for truth, of_graph, found in ranks(2 * len(mesh_shape)).run(train_all, name, mesh_shape):
         assert found == of_graph

@@ -64,8 +64,11 @@ def losses_of(model, batch):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"),
+    [("Llama", (2,)), *((name, (2, 2)) for name in ("Llama", "GPT", "Bert", "ResNet"))],
+    ids=str,
+)
 def test_training(ranks, name, mesh_shape):
     halves = {"Llama": 4, "GPT": 4, "Bert": 2, "ResNet": 1}[name]  # of layers: a sum in forward, a sum in backward
     for losses, (plain, overlapped), plan, counts in ranks(2 * len(mesh_shape)).run(train, name, mesh_shape):

@@ -4,7 +4,7 @@ import torch
 import transformers
 from decoders import float64_module
 
-VOCABULARY, ROWS, LENGTH = 96, 8, 16
+VOCABULARY, ROWS, LENGTH = 96, 8, 8
 TOKENS = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DROPOUTS = (
     "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop residual_dropout activation_dropout dropout "

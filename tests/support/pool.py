@@ -28,6 +28,7 @@ START = multiprocessing.get_context("forkserver")
 # What most ranks import, imported once.
 PRELOADED = ["ascend_parallel.training.checkpoint", "megatron_cpu", "pytest", "hypothesis"]
 PRELOADED += ["megatron.core.models.gpt.gpt_model", "megatron.core.models.gpt.gpt_layer_specs", "scipy.optimize"]
+PRELOADED += ["torch.export._trace", "sympy.tensor.tensor"]  # what a trace and its first plan import
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "gpt2")]
 START.set_forkserver_preload(PRELOADED)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

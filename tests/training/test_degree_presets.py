@@ -35,9 +35,9 @@ def small(name):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-8b", "deepseek-v3-dense"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt3-175b", "bfloat16"), ("llama3-8b", "float32"), ("deepseek-v3-dense", "bfloat16")]
+)
 def test_each_kind_of_layers_is_searched(name, dtype):
     traced = traced_preset(small(name), 128, 16, dtype)
     first = traced.trace(1)

@@ -66,16 +66,19 @@ def check(results, steps=STEPS):
 
 
 CASES = {
-    "gpipe": semi_auto(LINE, SQUARE, schedule="gpipe"),
-    "interleaved": semi_auto(SQUARE, ACROSS, schedule="interleaved_1f1b", virtual_stages=2),
-    "zero bubble": semi_auto(
-        SQUARE, LINE, schedule="zero_bubble", virtual_stages=2, overlap=OverlapOptions(operators=False)
+    "gpipe, zero 2": semi_auto(LINE, SQUARE, schedule="gpipe", sharding=ShardingOptions(zero_stage=2)),
+    "interleaved, zero 3": semi_auto(
+        SQUARE, ACROSS, schedule="interleaved_1f1b", virtual_stages=2, sharding=ShardingOptions(zero_stage=3)
+    ),
+    "zero bubble, zero 1 by parameters": semi_auto(
+        *(SQUARE, LINE),
+        schedule="zero_bubble",
+        virtual_stages=2,
+        overlap=OverlapOptions(operators=False),
+        sharding=ShardingOptions(zero_stage=1, partition_by="parameters"),
     ),
     "zbv": semi_auto(ACROSS, LINE, schedule="zbv", virtual_stages=2, overlap=OverlapOptions(operators=False)),
     "recompute": semi_auto(SQUARE, LINE, recompute=Recompute(modules=["layers.*"])),
-    "zero 1 by parameters": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=1, partition_by="parameters")),
-    "zero 2": semi_auto(LINE, SQUARE, sharding=ShardingOptions(zero_stage=2)),
-    "zero 3": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=3)),
 }
 
 

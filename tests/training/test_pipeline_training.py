@@ -139,8 +139,7 @@ def test_each_schedule_with_one_rank_per_stage(ranks, name, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "case"), [("GPT", "1f1b"), ("Llama", "interleaved"), ("GPT", "zbv")])
 def test_tensor_parallel_stages(ranks, name, case):
     overlap = case != "zbv"
     results = ranks(4).run(train, name, case, (2,), overlap)

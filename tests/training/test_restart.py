@@ -1,5 +1,7 @@
 """A rank is killed: the others end and name it, torchrun restarts all, and the losses continue bit for bit."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -7,18 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+import train as example
 from launch import launch
 
 from ascend_parallel.training import rank_watch
 from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats, RankWatch
 
-TRAIN = Path(__file__).parents[2] / "examples" / "strategy" / "train.py"
 STRATEGY = """
 mode = "data"
 [mesh]
@@ -31,25 +32,42 @@ zero_stage = 1
 """
 
 
-def train(folder, *more):
-    """Run the example on 4 ranks; return its output and losses as text, by step."""
+def words_of(folder, *more):
+    """Write the strategy; return the words of the example's command line."""
     (folder / "strategy.toml").write_text(STRATEGY)
+    words = [example.__file__, "--strategy", str(folder / "strategy.toml"), "--checkpoints", str(folder / "saved")]
+    return [*words, "--every", "4", "--steps", "12", *more]
+
+
+def losses_in(text):
+    """Return step and loss of each line, as text."""
+    return re.findall(r"step (\d+)  loss (\S+)", text)
+
+
+def trained_here(_group, words):
+    """Run the example on this rank; return the losses that it prints, on rank 0."""
+    with patch.object(sys, "argv", words), contextlib.redirect_stdout(io.StringIO()) as printed:
+        example.main()
+    return losses_in(printed.getvalue())
+
+
+def restarted(words):
+    """Run the example on 4 ranks under torchrun; return what it says on stderr, and the losses."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"]
-    command += ["--standalone", str(TRAIN), "--strategy", str(folder / "strategy.toml")]
-    command += ["--checkpoints", str(folder / "checkpoints"), "--every", "4", *more]
+    command += ["--standalone", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stderr, re.findall(r"step (\d+)  loss (\S+)", done.stdout)
+    return done.stderr, losses_in(done.stdout)
 
 
 @pytest.mark.slow
-def test_training_goes_on_after_a_rank_was_killed(tmp_path):
+def test_training_goes_on_after_a_rank_was_killed(ranks, tmp_path):
     folders = [tmp_path / name for name in ("whole", "killed")]
     for folder in folders:
         folder.mkdir()
-    _, expected = train(folders[0], "--steps", "12")
-    output, found = train(folders[1], "--steps", "12", "--kill", "2:6")
+    expected, *_ = ranks(4).run(trained_here, words_of(folders[0]))
+    output, found = restarted(words_of(folders[1], "--kill", "2:6"))
     assert [int(step) for step, _ in found] == [*range(6), *range(4, 12)]
     assert dict(found) == dict(expected)  # bit for bit: all digits
     assert found[:6] == expected[:6]

@@ -47,8 +47,15 @@ def case_of_benchmark(_, name):
     return losses
 
 
+# The two others are the two programs above, without recompute and ZeRO, and the last case without chunks.
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.stress] if name in ("by hand", "strategy") else [])
+    for name in strategy_cases.CASES
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", strategy_cases.CASES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_what_the_benchmark_times_has_the_losses_of_one_card(ranks, one_card, name):
     for losses in ranks(8).run(case_of_benchmark, name):
         torch.testing.assert_close(losses, one_card, **EXACT)

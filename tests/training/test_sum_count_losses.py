@@ -101,7 +101,6 @@ def staged(schedule, virtual=1):
     ("options", "more"),
     [
         (MICRO, {}),
-        ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=2)}, {}),
         ({**MICRO, "max_norm": 0.3, "sharding": ShardingOptions(zero_stage=3)}, {}),
         (MICRO, {"static": False}),
         ({**MICRO, "gradient_merge": GradientMerge(steps=3)}, {"local_batches": True}),

@@ -79,7 +79,6 @@ ALONE = {
     "semi_auto": TP,
     "recompute": {**TP, "recompute": Recompute(modules=["layers.*"], keep=["layers.*:scaled_dot_product_attention"])},
     "zero 1": {**TP, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.3},
-    "zero 2": {**TP, "sharding": ShardingOptions(zero_stage=2), "max_norm": 0.3},
     "zero 3": {**TP, "sharding": ShardingOptions(zero_stage=3), "max_norm": 0.3},
     "zero 1 by parameters": {**TP, "sharding": ShardingOptions(zero_stage=1, partition_by="parameters")},
     "gradient merge": {**TP, "gradient_merge": GradientMerge(steps=2)},
@@ -92,7 +91,6 @@ ALONE = {
     "micro-batches": {**TP, "pipeline": PipelineOptions(micro_batches=4)},
     "no overlap": {**TP, "overlap": OverlapOptions(operators=False, gradients=False)},
     "no fusion": {**TP, "comm_fusion": CommFusion(bucket_mb=0), "fused_passes": ("matmul_add",)},
-    "pipeline": {"mode": "data", "mesh": {"dp": 2}, "pipeline": PipelineOptions(degree=2, micro_batches=4)},
     "pipeline, zero 2": {
         "mode": "data",
         "mesh": {"dp": 2},
@@ -124,7 +122,7 @@ def test_data_tensor_and_pipeline_parallel_together_on_eight_ranks(ranks, zero_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("zero_stage", [0, 3])
 def test_the_models_own_code_trains_alike(ranks, zero_stage):
     options = {**TP, "sharding": ShardingOptions(zero_stage=zero_stage), "max_norm": 0.3}
     check(ranks(4).run(trained, options, {"static": False}))

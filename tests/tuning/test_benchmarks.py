@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -55,12 +56,26 @@ def test_a_benchmark_prints_its_table(script):
     assert len(ended.stdout.splitlines()) >= 3
 
 
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Give a function that runs a script in this process, and returns what it prints."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("PYTHONPATH", "")  # scripts that start ranks change it
+
+    def run(name, *words):
+        monkeypatch.setattr(sys, "argv", [str(FOLDER / name), *map(str, words)])
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.mark.slow
-def test_a_wrong_link_is_an_error_in_one_line():
-    words = [sys.executable, str(FOLDER / "buckets.py"), "--link", "fast"]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("buckets.py: the rate 'fast' is not allowed")
+def test_a_wrong_link_is_an_error_in_one_line(run_here, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_here("buckets.py", "--link", "fast")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("buckets.py: the rate 'fast' is not allowed")
 
 
 @pytest.mark.slow
@@ -72,7 +87,7 @@ def test_a_wrong_link_is_an_error_in_one_line():
         ({"serial": [2.0], "2 chunks": [1.0]}, [32, 32], "1 of 1 passes are overlapped, from 2.00 to 2.00 times"),
     ],
 )
-def test_the_summary_of_predictions_says_how_many_passes_keep_chunks(tmp_path, again, kept, expected):
+def test_the_summary_of_predictions_says_how_many_passes_keep_chunks(tmp_path, run_here, again, kept, expected):
     parts = {
         "rows": 64,
         "count": 8,
@@ -88,14 +103,10 @@ def test_the_summary_of_predictions_says_how_many_passes_keep_chunks(tmp_path, a
     row = {**shape, "kind": "row", "sequence_parallel": False, "parts": parts, "sizes": sizes, "times": times}
     file = tmp_path / "prediction.json"
     file.write_text(json.dumps({"1gbit": {"passes": [{**row, "again": again, "kept": kept}]}}))
-    words = [sys.executable, str(FOLDER / "prediction.py"), "--table", str(file)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stderr
-    assert f"Kept after the second timing: {expected}" in ended.stdout
-    assert "timed together in none of 1 passes" in ended.stdout
-    written = subprocess.run([*words, "--data", str(tmp_path)], capture_output=True, text=True, timeout=280)
-    assert written.returncode == 0, written.stderr
-    assert ended.stdout.startswith(written.stdout.strip())
+    printed = run_here("prediction.py", "--table", file)
+    assert f"Kept after the second timing: {expected}" in printed
+    assert "timed together in none of 1 passes" in printed
+    assert printed.startswith(run_here("prediction.py", "--table", file, "--data", tmp_path).strip())
     for name, lines in (("prediction", 2), ("prediction_again", 1)):
         heads, *rows = csv.reader((tmp_path / f"{name}.csv").open(encoding="utf-8"))
         assert heads == next(csv.reader((FOLDER / "data" / f"{name}.csv").open(encoding="utf-8")))
