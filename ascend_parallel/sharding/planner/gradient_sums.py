@@ -7,12 +7,13 @@ collective's fixed time, and runs beside the backward of what the forward read b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES, FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, forward
 from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
@@ -21,10 +22,6 @@ from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingP
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket, the default of torch's DistributedDataParallel."""
-# The first bucket is smaller, so that communication begins early (torch/nn/parallel/distributed.py).
-FIRST_BYTES = 1 << 20
 # The share of an operator's time that is backward.
 BACKWARD = (PASSES - 1) / PASSES
 
@@ -141,22 +138,3 @@ def _summed(plan: ShardingPlan, place: Mapping[str, int]) -> Iterator[_Summed]:
             if dims:
                 nbytes = int(meta.local_bytes(held, tuple(plan.mesh.shape)))
                 yield _Summed(dims, meta.dtype, nbytes, min((name for name, _ in readers), key=place.__getitem__))
-
-
-def form_buckets(items: Iterable[tuple[Hashable, int]], bucket_bytes: int, first_bytes: int) -> list[list[int]]:
-    """Return the indices of each bucket's items, buckets in the order of their first items; an item: (key, bytes).
-
-    The items of a bucket have the same key. A bucket holds at most `bucket_bytes`, the first bucket of a key also at
-    most `first_bytes`; a single larger item is a bucket of its own.
-    """
-    found: list[list[int]] = []
-    last: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
-    for index, (key, nbytes) in enumerate(items):
-        if key not in last or nbytes > room[key]:
-            room[key] = bucket_bytes if key in last else min(bucket_bytes, first_bytes)
-            last[key] = []
-            found.append(last[key])
-        last[key].append(index)
-        room[key] -= nbytes
-    return found
