@@ -112,6 +112,8 @@ class _Timed:
 
     def __init__(self, search: Search, problem: AssignmentProblem, chosen: Mapping[str, int]) -> None:
         plan = search.plan_of(problem, chosen)
-        sums = sums_of_gradients(plan)
+        calls = (node for node in search.graph.nodes.values() if node.call is not None)
+        took = {node.name: float(search.computation(node)[chosen[node.name]]) for node in calls}
+        sums = sums_of_gradients(plan, took, search.readers)
         self.plan = replace(plan, cost=plan.cost - sums.hidden, hidden_sums=sums.hidden)
         self.critical = sums.critical
