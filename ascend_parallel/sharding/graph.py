@@ -147,7 +147,7 @@ class OpCall:
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The operator's name, such as "aten.linear.default"."""
         return str(self.target)

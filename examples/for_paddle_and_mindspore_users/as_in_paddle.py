@@ -22,7 +22,7 @@ from ascend_parallel.sharding import (
     shard_tensor,
     unshard,
 )
-from ascend_parallel.training import to_static
+from ascend_parallel.training import Strategy, to_static
 
 # torch's weights are [N, K], Paddle's are [K, N]: the columns that Paddle cuts by Shard(1) are Shard(0) here.
 COLUMNS, ROWS = [Replicate(), Shard(0)], [Replicate(), Shard(1)]
@@ -52,7 +52,8 @@ def main() -> None:
         eager = unshard(nn.functional.cross_entropy(output, target))
     show(f"eager   loss {eager.item():.12f}")
 
-    training = to_static(network, loader, nn.CrossEntropyLoss(), optimizer)
+    strategy = Strategy(hardware="cpu-gloo")  # whose times decide what is not marked; by default an Ascend 910B's
+    training = to_static(network, loader, nn.CrossEntropyLoss(), optimizer, strategy)
     show(training.step.explain())
     for step, (x, target) in enumerate(loader):
         show(f"step {step}  loss {training(x, target).item():.12f}")

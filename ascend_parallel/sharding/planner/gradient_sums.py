@@ -7,26 +7,24 @@ collective's fixed time, and runs beside the backward of what the forward read b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from ascend_parallel.sharding.graph import PARAMETER
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES, FIRST_BYTES, form_buckets
+from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, forward
-from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
-from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.planner.operator_cost import PASSES
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket, the default of torch's DistributedDataParallel."""
-# The first bucket is smaller, so that communication begins early (torch/nn/parallel/distributed.py).
-FIRST_BYTES = 1 << 20
 # The share of an operator's time that is backward.
 BACKWARD = (PASSES - 1) / PASSES
+Readers = Mapping[Value, Sequence[tuple[str, int]]]
+"""Of `Graph.readers`."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +49,26 @@ class SumsOfGradients:
         return self.alone - self.exposed
 
 
-def sums_of_gradients(plan: ShardingPlan) -> SumsOfGradients:
+def sums_of_gradients(plan: ShardingPlan, took: Mapping[str, float], readers: Readers) -> SumsOfGradients:
     """Return what the sums of gradients of a plan cost whose `cost` has each of them alone.
+
+    took: the seconds of each operator, in the order of the forward. readers: of the plan's graph.
 
     Other collectives that run beside computation keep the link busy for their share of it.
     """
     alone = sum(one.back.seconds for one in plan.conversions if one.back and is_sum(plan, one))
-    hardware = plan.costs.hardware
-    took = dict(_computation(plan)) if alone and hardware is not None else {}
-    computing = sum(took.values())
-    if hardware is None or not computing:
+    hardware, computing = plan.costs.hardware, sum(took.values())
+    if not alone or hardware is None or not computing:
         return SumsOfGradients(alone, alone)
     busy = max(0.0, computing + plan.seconds - plan.cost) / computing
     free = BACKWARD * max(0.0, 1 - busy) / max(CostModel(hardware).stretches(1.0, 1.0))
     before = dict(zip(took, accumulate(took.values(), initial=0.0), strict=False))
-    formed = _buckets(plan, {name: place for place, name in enumerate(took)})
+    formed = _buckets(plan, {name: place for place, name in enumerate(took)}, readers)
     rest, exposed, critical = 0.0, 0.0, None
-    for readers, dims, nbytes in reversed(formed):
+    for first_and_last, dims, nbytes in reversed(formed):
         rest += bucket_seconds(plan.costs, nbytes, dims)
-        if rest - free * before[readers[0]] > exposed:
-            exposed, critical = rest - free * before[readers[0]], readers
+        if rest - free * before[first_and_last[0]] > exposed:
+            exposed, critical = rest - free * before[first_and_last[0]], first_and_last
     return SumsOfGradients(alone, exposed, critical)
 
 
@@ -95,28 +93,17 @@ def is_sum(plan: ShardingPlan, one: Conversion) -> bool:
     return plan.graph.nodes[one.value.node].kind == PARAMETER and bool(summed_dims(one.source, one.target))
 
 
-def _computation(plan: ShardingPlan) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of each operator, in the order of the forward."""
-    hardware, shape = plan.costs.hardware, tuple(plan.mesh.shape)
-    assert hardware is not None
-    model = CostModel(hardware)
-    for name, node in plan.graph.nodes.items():
-        if node.call is not None:
-            option = Option(plan.inputs[name], plan.output_layouts(node))
-            yield name, seconds(node.call, option, shape, model)
-
-
 _Bucket = tuple[tuple[str, str], tuple[int, ...], int]
 """The first and the last of its parameters' first readers, the mesh dimensions of its sums, and its bytes."""
 
 
-def _buckets(plan: ShardingPlan, place: Mapping[str, int]) -> list[_Bucket]:
+def _buckets(plan: ShardingPlan, place: Mapping[str, int], readers: Readers) -> list[_Bucket]:
     """Return the buckets in the order in which they start; a bucket waits for the start of those before it."""
-    summed = sorted(_summed(plan, place), key=lambda each: place[each.reader], reverse=True)
+    summed = sorted(_summed(plan, place, readers), key=lambda each: place[each.reader], reverse=True)
     found: list[_Bucket] = []
     for indices in form_buckets((((each.dims, each.dtype), each.nbytes) for each in summed), BUCKET_BYTES, FIRST_BYTES):
         of_bucket = [summed[index] for index in indices]
-        first = min((of_bucket[-1].reader, *(readers[0] for readers, *_ in found[-1:])), key=place.__getitem__)
+        first = min((of_bucket[-1].reader, *(ends[0] for ends, *_ in found[-1:])), key=place.__getitem__)
         found.append(((first, of_bucket[0].reader), of_bucket[0].dims, sum(each.nbytes for each in of_bucket)))
     return found
 
@@ -131,32 +118,13 @@ class _Summed:
     reader: str
 
 
-def _summed(plan: ShardingPlan, place: Mapping[str, int]) -> Iterator[_Summed]:
-    for value, readers in plan.graph.readers().items():
+def _summed(plan: ShardingPlan, place: Mapping[str, int], readers: Readers) -> Iterator[_Summed]:
+    for value, of_value in readers.items():
         if plan.graph.nodes[value.node].kind == PARAMETER and value in plan.differentiable:
             held, meta = plan.layouts[value], plan.graph.meta(value)
             common = [plan.shared_layouts[value]] if value in plan.shared_layouts else []
-            reads = [*common, *(plan.inputs[name][index] for name, index in readers)]
+            reads = [*common, *(plan.inputs[name][index] for name, index in of_value)]
             dims = tuple(sorted({dim for read in reads for dim in summed_dims(held, read)}))
             if dims:
                 nbytes = int(meta.local_bytes(held, tuple(plan.mesh.shape)))
-                yield _Summed(dims, meta.dtype, nbytes, min((name for name, _ in readers), key=place.__getitem__))
-
-
-def form_buckets(items: Iterable[tuple[Hashable, int]], bucket_bytes: int, first_bytes: int) -> list[list[int]]:
-    """Return the indices of each bucket's items, buckets in the order of their first items; an item: (key, bytes).
-
-    The items of a bucket have the same key. A bucket holds at most `bucket_bytes`, the first bucket of a key also at
-    most `first_bytes`; a single larger item is a bucket of its own.
-    """
-    found: list[list[int]] = []
-    last: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
-    for index, (key, nbytes) in enumerate(items):
-        if key not in last or nbytes > room[key]:
-            room[key] = bucket_bytes if key in last else min(bucket_bytes, first_bytes)
-            last[key] = []
-            found.append(last[key])
-        last[key].append(index)
-        room[key] -= nbytes
-    return found
+                yield _Summed(dims, meta.dtype, nbytes, min((name for name, _ in of_value), key=place.__getitem__))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, starmap
-from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +22,6 @@ from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placemen
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.edge_costs import EdgeCosts, EdgeEnd, FusibleMatmul, GatheredGroup
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
-from ascend_parallel.sharding.planner.gradient_sums import BACKWARD, BUCKET_BYTES
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
@@ -84,6 +82,10 @@ class Interned:
     def outputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
         """Return the layouts of an output in each option."""
         return self.result(("outputs", index), (options,), lambda: tuple(option.outputs[index] for option in options))
+
+    def inputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
+        """Return the layouts of an input in each option."""
+        return self.result(("inputs", index), (options,), lambda: tuple(option.inputs[index] for option in options))
 
     def result(self, kind: Hashable, of: tuple[object, ...], compute: Callable[[], Result]) -> Result:
         """Return what `compute` returns for the objects `of`, computed once.
@@ -163,7 +165,7 @@ class Search:
         """Find the options of every node, restricted by the strategies."""
         self._shape = tuple(self.mesh.shape)
         self._exposed = ExposedCosts(self.costs, self.overlap) if self.overlap and self.objective == "time" else None
-        self._edges = EdgeCosts(self._shape, self.costs, self._exposed)
+        self.edges = EdgeCosts(self._shape, self.costs, self._exposed)
         self._model = CostModel(find_hardware(self.hardware))
         self.differentiable = differentiable_values(self.graph)
         options = Options(self._shape)
@@ -288,46 +290,15 @@ class Search:
         """Whether collectives cost what stays exposed."""
         return self._exposed is not None
 
-    def with_sums(self, problem: AssignmentProblem, cuts: Sequence[tuple[int, int]]) -> AssignmentProblem:
-        """Return the mean over `cuts` of the problem with the sums of some gradients, less the backward beside them.
-
-        cuts
-            (last, beside): the sums are in buckets, and of parameters whose first reader is at the place `last` of the
-            graph or before it; the backward of operators before the place `beside` takes no time.
-        """
-        found = AssignmentProblem(dict(problem.sizes), dict(problem.own), dict(problem.pairs))
-        parameters = [value for value in self.readers if self.graph.nodes[value.node].kind == PARAMETER]
-        bucket = min(BUCKET_BYTES, sum(self.graph.meta(value).nbytes for value in parameters))
-        for value in parameters:
-            first = min(self._order[name] for name, _ in self.readers[value])
-            share = fmean(first <= last for last, _ in cuts)
-            for source, target, alone, shared in self._sums(value, bucket):
-                found.add_pair(source, target, share * shared - alone)
-        for name, node in self.graph.nodes.items():
-            share = fmean(self._order[name] < beside for _, beside in cuts)
-            if node.call is not None and share:
-                found.own[name] = found.own[name] - share * BACKWARD * self._computation(node)
-        return found
-
-    def _sums(self, value: Value, bucket: float) -> Iterator[tuple[str, str, Costs, Costs]]:
-        """Yield the choices that decide a sum of a parameter's gradient, and its costs alone and in buckets."""
-        readers, meta = self.readers[value], self.graph.meta(value)
-        if value not in self.differentiable:
-            return
-        source, held, has_shared = value.node, self.produced(value), self._has_shared(value, readers)
-        if has_shared:
-            ends = self._shared(value, readers)
-            source, shared = _shared_name(value), tuple(end.layout for end in ends)
-            yield value.node, source, *self._edges.sums(meta, held, shared, bucket)
-            held = shared
+    def conversions(self, value: Value) -> Iterator[tuple[str, str, tuple[Layout, ...], tuple[Layout, ...]]]:
+        """Yield the conversions of a tensor for its readers: the choices at both ends, and the layouts of each."""
+        readers, source, held = self.readers[value], value.node, self.produced(value)
+        if self._has_shared(value, readers):
+            shared = tuple(end.layout for end in self._shared(value, readers))
+            yield source, _shared_name(value), held, shared
+            source, held = _shared_name(value), shared
         for name, index in readers:
-            options = self._known[name]
-
-            def compute(options: tuple[Option, ...] = options, index: int = index) -> tuple[Costs, Costs]:
-                return self._edges.sums(meta, held, [option.inputs[index] for option in options], bucket)
-
-            alone, in_bucket = self._interned.result(("sums", meta, index), (held, options), compute)
-            yield source, name, alone, 0.0 * in_bucket if has_shared else in_bucket
+            yield source, name, held, self._interned.inputs(self._known[name], index)
 
     def plan(self) -> ShardingPlan:
         """Return the plan of the best choices, with sums of gradients that cost their full time."""
@@ -578,7 +549,7 @@ class Search:
         return self._interned.result(
             ("matrix", meta, differentiable),
             (sources, targets),
-            lambda: self._edges.matrix(meta, sources, targets, differentiable),
+            lambda: self.edges.matrix(meta, sources, targets, differentiable),
         )
 
     def _own_costs(self, node: Node) -> Costs:
@@ -589,7 +560,7 @@ class Search:
             lambda: np.array([self._own_cost(node, each) for each in options]),
         )
 
-    def _computation(self, node: Node) -> Costs:
+    def computation(self, node: Node) -> Costs:
         """Return the seconds of a call's computation, by option."""
         call, options = node.call, self._known[node.name]
         assert call is not None

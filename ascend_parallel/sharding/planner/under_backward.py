@@ -9,12 +9,18 @@ is judged by its own time. No plan takes less than the optimum without sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 
-from ascend_parallel.sharding.planner.elimination import AssignmentProblem
-from ascend_parallel.sharding.planner.gradient_sums import sums_of_gradients
-from ascend_parallel.sharding.planner.search import Search
+import numpy as np
+
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES
+from ascend_parallel.sharding.graph import PARAMETER
+from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs
+from ascend_parallel.sharding.planner.gradient_sums import BACKWARD, sums_of_gradients
+from ascend_parallel.sharding.planner.search import Interned, Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 # A plan whose time is within this share of the lower bound of all plans is good enough.
@@ -23,22 +29,24 @@ MOST_STEPS = 2
 # Above so many costs a solution takes seconds: there only the first two candidates are compared.
 MOST_COSTS = 2_000_000
 Cut = tuple[int, int]
-"""Of `Search.with_sums`."""
+"""(last, beside): summed are the gradients of parameters whose first reader is at the place `last` of the graph or
+before it, and the backward of operators before the place `beside` takes no time."""
 WITHOUT: Cut = (-1, 0)
 
 
 def plan_under_backward(search: Search) -> ShardingPlan:
     """Return the best candidate, with a lower bound of the time of all plans."""
-    problem, place = search.problem(), {name: index for index, name in enumerate(search.graph.nodes)}
+    sums = _Sums(search)
+    place = sums.place
 
     def candidate(cuts: Sequence[Cut]) -> tuple[_Timed, float]:
-        chosen, least = search.solved(search.with_sums(problem, cuts))
-        return _Timed(search, problem, chosen), least
+        chosen, least = search.solved(sums.placed(cuts))
+        return _Timed(search, sums.alone, chosen), least
 
     cuts = [WITHOUT]
     latest, bound = candidate(cuts)
     best = min(latest, candidate([(len(place), 0)])[0], key=lambda each: each.plan.cost)
-    small = sum(costs.size for costs in problem.pairs.values()) <= MOST_COSTS
+    small = sum(costs.size for costs in sums.alone.pairs.values()) <= MOST_COSTS
     for _ in range(MOST_STEPS * small):
         if best.plan.cost <= bound * (1 + CLOSE):
             break
@@ -48,11 +56,64 @@ def plan_under_backward(search: Search) -> ShardingPlan:
     return replace(best.plan, bound=None if best.plan.cost <= bound * (1 + 1e-9) else bound)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """The costs of a parameter's sum between the options of two choices: alone, and its share of a bucket.
+
+    first: the place of the parameter's first reader.
+    """
+
+    source: str
+    target: str
+    first: int
+    alone: Costs
+    in_bucket: Costs
+
+
+class _Sums:
+    """The problem of a search, in which each sum of a gradient is alone, and problems with the sums in buckets."""
+
+    def __init__(self, search: Search) -> None:
+        self._search, self.alone = search, search.problem()
+        self.place = {name: index for index, name in enumerate(search.graph.nodes)}
+        self._sums = list(self._of_parameters())
+
+    def placed(self, cuts: Sequence[Cut]) -> AssignmentProblem:
+        """Return the mean over `cuts` of the problem with its sums in buckets, less the backward beside them."""
+        alone = self.alone
+        found = AssignmentProblem(dict(alone.sizes), dict(alone.own), dict(alone.pairs))
+        for each in self._sums:
+            share = fmean(each.first <= last for last, _ in cuts)
+            found.add_pair(each.source, each.target, share * each.in_bucket - each.alone)
+        for name, node in self._search.graph.nodes.items():
+            share = fmean(self.place[name] < beside for _, beside in cuts)
+            if node.call is not None and share:
+                found.own[name] = found.own[name] - share * BACKWARD * self._search.computation(node)
+        return found
+
+    def _of_parameters(self) -> Iterator[_Sum]:
+        search, interned = self._search, Interned()
+        parameters = [value for value in search.readers if search.graph.nodes[value.node].kind == PARAMETER]
+        # No bucket has more bytes, unless a parameter has: a share of its seconds is a lower bound.
+        bucket = min(BUCKET_BYTES, sum(search.graph.meta(value).nbytes for value in parameters))
+        for value in (value for value in parameters if value in search.differentiable):
+            meta, first = search.graph.meta(value), min(self.place[name] for name, _ in search.readers[value])
+            for source, target, held, read in search.conversions(value):
+                alone, in_bucket = interned.result(
+                    meta, (held, read), partial(search.edges.sums, meta, held, read, bucket)
+                )
+                if source != value.node:  # from a shared layout: the sum is in its bucket once, before
+                    in_bucket = np.zeros_like(alone)
+                yield _Sum(source, target, first, alone, in_bucket)
+
+
 class _Timed:
     """The plan of some choices, with its sums of gradients under the backward, and the bucket that decides its time."""
 
     def __init__(self, search: Search, problem: AssignmentProblem, chosen: Mapping[str, int]) -> None:
         plan = search.plan_of(problem, chosen)
-        sums = sums_of_gradients(plan)
+        calls = (node for node in search.graph.nodes.values() if node.call is not None)
+        took = {node.name: float(search.computation(node)[chosen[node.name]]) for node in calls}
+        sums = sums_of_gradients(plan, took, search.readers)
         self.plan = replace(plan, cost=plan.cost - sums.hidden, hidden_sums=sums.hidden)
         self.critical = sums.critical

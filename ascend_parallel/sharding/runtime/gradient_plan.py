@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, Placement, local_size
-from ascend_parallel.sharding.planner.gradient_sums import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 

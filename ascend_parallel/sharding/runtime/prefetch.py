@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.layout import Layout, local_size
-from ascend_parallel.sharding.planner.gradient_sums import FIRST_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import plan_differentiable
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
@@ -145,17 +145,13 @@ def _candidate(plan: ShardingPlan, prefetch: Prefetch, ready: int, needed: int) 
 
 def _input_groups(candidates: Sequence[_Candidate], bucket_bytes: int) -> Iterator[tuple[int, list[_Candidate]]]:
     """Yield groups of parameters and inputs, and the earliest position of each group."""
-    groups: dict[Hashable, list[list[_Candidate]]] = {}
-    for candidate in candidates:
-        if candidate.is_input:
-            of_kind = groups.setdefault(candidate.coalesce_key, [[]])
-            limit = bucket_bytes if len(of_kind) > 1 else min(bucket_bytes, FIRST_BYTES)
-            if of_kind[-1] and sum(member.nbytes for member in of_kind[-1]) + candidate.nbytes > limit:
-                of_kind.append([])
-            of_kind[-1].append(candidate)
-    for of_kind in groups.values():
-        for before, group in zip([None, *of_kind], of_kind, strict=False):
-            yield 0 if before is None else before[0].needed, group
+    inputs = [candidate for candidate in candidates if candidate.is_input]
+    before: dict[Hashable, int] = {}
+    keys = ((candidate.coalesce_key, candidate.nbytes) for candidate in inputs)
+    for indices in form_buckets(keys, bucket_bytes, FIRST_BYTES):
+        group = [inputs[index] for index in indices]
+        yield before.get(group[0].coalesce_key, 0), group
+        before[group[0].coalesce_key] = group[0].needed
 
 
 def _output_groups(candidates: Sequence[_Candidate]) -> Iterator[tuple[int, list[_Candidate]]]:

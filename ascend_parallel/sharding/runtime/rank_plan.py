@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ascend_parallel.settings import Settings
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.planner.gradient_sums import BUCKET_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.gradient_sums import BUCKET_BYTES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments

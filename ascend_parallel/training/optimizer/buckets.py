@@ -12,8 +12,8 @@ from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.pending import NamedWork, run_collective
+from ascend_parallel.sharding.bucketing import form_buckets
 from ascend_parallel.sharding.grad_dtype import grad_dtype
-from ascend_parallel.sharding.planner.gradient_sums import form_buckets
 from ascend_parallel.training.optimizer.partition import Partition
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.grad_dtype import grad_dtype
-from ascend_parallel.sharding.planner.gradient_sums import BUCKET_BYTES
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
