@@ -126,8 +126,8 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
     if job["exposed"]:
         return {name: _recorded(step, job["rounds"], options) for name, options in _settings(job["chunks"]).items()}
     runs = {
-        name: lambda forwards=forwards: _with(forwards, step)
-        for name, forwards in _variants(job["chunks"].split(",")).items()
+        name: lambda methods=methods: _with(methods, step)
+        for name, methods in _variants(job["chunks"].split(",")).items()
     }
     first = {name: in_turn({name: runs[name]}, 1, warm_up=0)[name][0] for name in runs}
     for name in runs:
@@ -139,12 +139,12 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variants(chunks: list[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the patched forward methods by setting, the plain methods first."""
+    """Return the patched methods by setting, the plain methods first."""
     ascend_parallel.configure(num_chunks=1)
-    variants = {PLAIN: _forwards()}
+    variants = {PLAIN: _methods()}
     for requested in chunks:
         ascend_parallel.configure(**_setting(requested))
-        variants[requested] = _forwards()
+        variants[requested] = _methods()
         ascend_parallel.configure(num_chunks=1)
     return variants
 
@@ -192,20 +192,29 @@ def _uncovered(passes: Sequence[Pass]) -> int:
     return total + max(0, communication - computation)
 
 
-def _classes() -> tuple[Any, ...]:
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+def _patched() -> list[tuple[type, str]]:
+    """Return the classes and methods that the settings above replace, or add."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
 
-    return ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    embeddings = (LanguageModelEmbedding, "forward"), (VocabParallelEmbedding, "forward")
+    sums = mappings._ReduceFromModelParallelRegion, mappings._ReduceScatterToSequenceParallelRegion
+    added = (VocabParallelEmbedding, "__call__"), *((owner, "apply") for owner in sums)
+    return [(ColumnParallelLinear, "forward"), (RowParallelLinear, "forward"), *embeddings, *added]
 
 
-def _forwards() -> tuple[Any, ...]:
-    return tuple(owner.forward for owner in _classes())
+def _methods() -> tuple[Any, ...]:
+    """Return the present methods; None: the class has none of its own."""
+    return tuple(vars(owner).get(name) for owner, name in _patched())
 
 
-def _with(forwards: tuple[Any, ...], step: Callable[[], None]) -> None:
+def _with(methods: tuple[Any, ...], step: Callable[[], None]) -> None:
     """Run a step with these methods; what a setting has found out stays with its methods."""
-    for owner, forward in zip(_classes(), forwards, strict=True):
-        owner.forward = forward
+    for (owner, name), method in zip(_patched(), methods, strict=True):
+        if method is not None:
+            setattr(owner, name, method)
+        elif name in vars(owner):
+            delattr(owner, name)
     step()
 
 
