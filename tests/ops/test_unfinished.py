@@ -12,16 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ascend_parallel.ops.collectives import FinishingWork
+from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
-from ascend_parallel.ops.unfinished import (
-    LazyRows,
-    Rows,
-    UnfinishedTensor,
-    at_end_of_backward,
-    finished,
-    postponed,
-    whole,
-)
+from ascend_parallel.ops.unfinished import UnfinishedTensor, at_end_of_backward, finished, postponed, whole
 
 SIZES = {1: (16, 32, 16), 2: (8, 16, 8), 4: (4, 8, 4)}
 
