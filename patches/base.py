@@ -168,7 +168,7 @@ def _replace(patch: Patch) -> _Applied:
     original = vars(holder).get(patch.method)
     found = inspect.getattr_static(holder, patch.method)
     kind = type(found) if isinstance(found, (staticmethod, classmethod)) else None
-    own = getattr(original, "__func__", original)  # of a static or class method
+    own: Any = getattr(original, "__func__", original)  # of a static or class method
     replacement = patch.replacement(_inherited(holder, patch.method) if original is None else own)
     applied = _Applied(holder, original, replacement if kind is None else kind(replacement))
     setattr(holder, patch.method, applied.replacement)
