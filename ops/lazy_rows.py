@@ -144,8 +144,8 @@ def finish_all(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
 class Rows:
     """Where the rows of a tensor lie: its first `lead` dimensions are blocks times rows of a block.
 
-    Without sequence parallelism there is one block. A gathered tensor has a block for each rank; the chunks of
-    `progress` then finish the same rows of every block.
+    Usually there is one block. An embedding's tensor has a block for each sequence: the chunks of `progress` finish the
+    same rows of every block.
     """
 
     progress: LazyRows

@@ -247,7 +247,9 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
     progress = LazyRows(sizes, fill)
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
-    return _rooted(pending.tensor, progress, blocks)
+    _register_optimizer_step_pre_hook()
+    _ROOTS.add(progress)
+    return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
 
 
 def in_backward() -> bool:
@@ -288,13 +290,6 @@ def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
             gradient._local_tensor = local.finished()
 
 
-def _rooted(value_m: torch.Tensor, progress: LazyRows, blocks: int) -> UnfinishedTensor:
-    """Return the first tensor of a chain, whose rows end before an optimizer changes what they are made of."""
-    _register_optimizer_step_pre_hook()
-    _ROOTS.add(progress)
-    return UnfinishedTensor(value_m, Rows(progress, blocks, 1))
-
-
 _ROOTS: weakref.WeakSet[LazyRows] = weakref.WeakSet()
 """The rows of collectives that some tensor still holds."""
 
@@ -311,12 +306,6 @@ def settle(*_: object) -> None:
 @lru_cache(maxsize=1)
 def _register_optimizer_step_pre_hook() -> None:
     register_optimizer_step_pre_hook(settle)
-
-
-def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int], object]) -> torch.Tensor:
-    """Return rows [M, N] of which ``fill(i)`` finishes the i-th of `sizes` rows of every rank's block."""
-    blocks = value_m.shape[0] // sum(sizes)
-    return _rooted(value_m, LazyRows(sizes, fill), blocks)
 
 
 def postponed(
