@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import io
 import pickle
 
@@ -234,11 +235,19 @@ def test_a_change_of_some_rows_is_seen_by_later_readers_alone(part, blocks):
     assert torch.equal(finished(x + 1), plain + 1)
 
 
+class StandInGroup:
+    """Stands for a process group, which nothing asks anything here."""
+
+
 def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
-    from ascend_parallel.ops.unfinished import unfinished_blocks
+    from ascend_parallel.ops.unfinished import unfinished
 
     weight, memory = drawn(8, 4, seed=1).requires_grad_(), torch.full((64, 8), torch.nan)
-    x = unfinished_blocks(memory, (32, 32), lambda index: memory[32 * index : 32 * index + 32].fill_(index + 1))
+    pending = Pending(memory, "a test", StandInGroup(), 2, (32, 32))
+    for index, rows in enumerate(memory.chunk(2)):
+        pending.launch(FinishingWork, [], functools.partial(rows.fill_, index + 1), None, memory)
+    x = unfinished(pending, 1)
+    assert x._value.isnan().all()
     expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None].expand(64, 8) @ weight.detach()
     with torch.no_grad():
         y = x @ weight
