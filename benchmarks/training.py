@@ -194,11 +194,13 @@ def _uncovered(passes: Sequence[Pass]) -> int:
 
 def _patched() -> list[tuple[type, str]]:
     """Return the classes and methods that the settings above replace, or add."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
 
+    embeddings = (LanguageModelEmbedding, "forward"), (VocabParallelEmbedding, "forward")
     sums = mappings._ReduceFromModelParallelRegion, mappings._ReduceScatterToSequenceParallelRegion
-    forwards = [(owner, "forward") for owner in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)]
-    return [*forwards, (VocabParallelEmbedding, "__call__"), *((owner, "apply") for owner in sums)]
+    added = (VocabParallelEmbedding, "__call__"), *((owner, "apply") for owner in sums)
+    return [(ColumnParallelLinear, "forward"), (RowParallelLinear, "forward"), *embeddings, *added]
 
 
 def _methods() -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ log = logging.getLogger("ascend_parallel")
 
 EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
 MEGATRON = megatron_core.seam(
-    megatron_embedding.ON_TOP, megatron_experts.ON_TOP, layernorm_column.ON_TOP, *EVERY_DEGREE
+    *megatron_embedding.ON_TOP, megatron_experts.ON_TOP, layernorm_column.ON_TOP, *EVERY_DEGREE
 )
 SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"

@@ -26,13 +26,13 @@ from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_back
 COUNTED = "region embedding"
 
 
-def embedding_sizes(batch: int, tokens: int, layer: ParallelLinear) -> Sizes | None:
-    """Return the tokens of each chunk of every sequence; with sequence parallelism, of a rank's share of it.
+def embedding_sizes(batch: int, tokens: int, layer: ParallelLinear, *, shared_later: bool = False) -> Sizes | None:
+    """Return the tokens of each chunk of every sequence, or of a rank's share of it where ranks share its rows.
 
-    None: the rows are too few to leave any unfinished, or a fused kernel, which reads whole tensors, comes next. Every
-    rank decides alike.
+    shared_later: ranks share the rows of the sum once all of them have it. None: the rows are too few to leave any
+    unfinished, or a fused kernel, which reads whole tensors, comes next. Every rank decides alike.
     """
-    shares, settings = layer.group.size() if layer.sequence_parallel else 1, layer.settings
+    shares, settings = layer.group.size() if layer.sequence_parallel or shared_later else 1, layer.settings
     if not layer.leaves_rows or settings.fused or settings.effective_mode != 2 or tokens % shares:
         return None
     tile = settings.chunk_rows // gcd(settings.chunk_rows, batch)  # so that cuts of rows are at multiples of chunk_rows
@@ -75,7 +75,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _start_sums(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start an all-reduce for the same tokens of every sequence; return [b, s, H].
+    """Start an all-reduce for the same tokens of every sequence, and share of it; return [b, s, H].
 
     The first layer reads its rows [s, b, H] in this order. Tokens of several sequences are not contiguous: they are
     reduced in a copy.

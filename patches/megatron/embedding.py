@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,17 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 
 MODULE = "megatron.core.tensor_parallel.layers"
+LANGUAGE_MODEL = "megatron.core.models.common.embeddings.language_model_embedding"
 # The autograd functions of the mappings that sum rows over ranks, and whether each rank gets its rows of the sum.
 SUMS = {"_ReduceFromModelParallelRegion": False, "_ReduceScatterToSequenceParallelRegion": True}
+
+# Embeddings whose rows ranks share once every rank has the sum: with sequence parallelism and learned positions.
+_SHARED_LATER: WeakSet[Any] = WeakSet()
+# Whether all ranks have noted so at the first call of an embedding.
+_ALL_SHARE_LATER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 class _Calls(threading.local):
@@ -67,16 +75,27 @@ class EmbeddingCall:
             before_communicating=megatron.confirm(group),
             leaves_rows=megatron.leaves_rows,
         )
-        if y.dim() != 3:
+        if y.dim() != 3 or not layer.leaves_rows:
             return None
+        layer.about_to_communicate()
         batch, tokens = (y.shape[1], y.shape[0]) if scatters else y.shape[:2]
-        sizes = embedding_sizes(batch, tokens, layer)
+        later = not scatters and _all_share_later(self.embedding, group)
+        sizes = embedding_sizes(batch, tokens, layer, shared_later=later)
         if sizes is None:
             return None
         rows = sum_embedded(y.contiguous(), sizes, self.embedding.num_embeddings_per_partition, layer)
         if isinstance(rows, UnfinishedTensor):
             megatron.region_choice.ran(group)
         return rows
+
+
+def _all_share_later(embedding: Any, group: dist.ProcessGroup) -> bool:
+    """Tell whether ranks share the rows of the sum later. Ranks ask each other once: one may have its own forwards."""
+    if embedding not in _ALL_SHARE_LATER:
+        mine = {"shared later": embedding in _SHARED_LATER}
+        found = exchange(group, "its embedding", mine, DisagreementError, topic="embedding")
+        _ALL_SHARE_LATER[embedding] = all(each["shared later"] for each in found.values())
+    return _ALL_SHARE_LATER[embedding]
 
 
 def patch_set(megatron: Megatron) -> PatchSet:
@@ -112,7 +131,33 @@ def patch_set(megatron: Megatron) -> PatchSet:
     return PatchSet("megatron-core", None, patches if megatron.settings.region else [])
 
 
-ON_TOP = OnTop(MODULE, patch_set)
+def language_model_patch_set(megatron: Megatron) -> PatchSet:
+    """Return the patch that looks at what happens to the embedding's rows; without regions there is none."""
+    patch = Patch(
+        module=LANGUAGE_MODEL,
+        owner="LanguageModelEmbedding",
+        method="forward",
+        replacement=_noting,
+        parameters=None,
+        reason="sums the embedding's rows in the order in which ranks share them",
+    )
+    return PatchSet("megatron-core", None, [patch] if megatron.settings.region else [])
+
+
+ON_TOP = OnTop(MODULE, patch_set), OnTop(LANGUAGE_MODEL, language_model_patch_set)
+
+
+def _noting(original: Function) -> Function:
+    """Make the method that replaces ``LanguageModelEmbedding.forward``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scatters = self.config.sequence_parallel and getattr(self, "scatter_to_sequence_parallel", True)
+        if scatters and not self.reduce_scatter_embeddings:
+            _SHARED_LATER.add(self.word_embeddings)
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 def embedding_call(original: Function, megatron: Megatron) -> Function:
