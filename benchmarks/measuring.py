@@ -28,7 +28,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "split": {"split_weight_gradient": True},
 }
 State = list[tuple[Any, str, Any]]
-"""What switches a step to a variant: owners, names of their attributes, and the attributes' values."""
+"""What switches a step to a variant: owners, names of their attributes, and the attributes' values or ABSENT."""
+ABSENT = object()
 VARIANTS = (
     'values of COC_PARALLEL_NUM beside the plain step, with commas; "4 region": in regions; "4 region=auto": the '
     'first steps decide; "4 split": COC_SPLIT_WEIGHT_GRADIENT=1'
@@ -110,7 +111,10 @@ def in_turn(
 def with_state(state: State, step: Callable[[], object]) -> None:
     """Run a step in `state`; what a setting has found out stays with the state's values."""
     for owner, name, value in state:
-        setattr(owner, name, value)
+        if value is not ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
     step()
 
 

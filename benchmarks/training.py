@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import (
+    ABSENT,
     VARIANTS,
     State,
     deciding,
@@ -190,12 +191,15 @@ def _uncovered(passes: Sequence[Pass]) -> int:
 
 
 def forwards() -> State:
-    """Return the forwards of Megatron's parallel layers, with where they stand."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    """Return the methods that the settings above replace, or add, with where they stand."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
 
-    return [
-        (kind, "forward", kind.forward) for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-    ]
+    layers = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, LanguageModelEmbedding)
+    sums = (mappings._ReduceFromModelParallelRegion, mappings._ReduceScatterToSequenceParallelRegion)
+    replaced = [*((owner, "forward") for owner in layers), (VocabParallelEmbedding, "__call__")]
+    replaced += [(owner, "apply") for owner in sums]
+    return [(owner, name, vars(owner).get(name, ABSENT)) for owner, name in replaced]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.ops.unfinished import arriving, is_unfinished, may_stay_unfinished, unfinished_blocks
+from ascend_parallel.ops.unfinished import arriving, is_unfinished
 
 supports = summed_in_backend_order
 
@@ -158,15 +158,13 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int = 0,
     each: EachRows | None = None,
-    leaves_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
     All gathers start at once and write in place. The rank's own rows are multiplied first, since they need no
     gather; then the other ranks' rows, chunk by chunk, as they arrive. `each` is called after each of these matmuls.
 
-    Of an unfinished x_shard_m a chunk is sent, and its own rows are multiplied, as soon as the chunk is there. With
-    leaves_rows both results are unfinished, if the chunks have as many rows of a rank on average.
+    Of an unfinished x_shard_m a chunk is sent, and its own rows are multiplied, as soon as the chunk is there.
     """
     ranks, rank, in_chunks = group.size(), group.rank(), is_unfinished(x_shard_m) and not row_tile
     x_shard_m = x_shard_m.contiguous()
@@ -185,23 +183,17 @@ def all_gather_matmul(
     inputs = list(cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes))
     outputs = list(cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes))
 
-    def multiply_others(index: int) -> None:
-        gathering.wait_for(index)
-        compute(MATMUL, "matmul", multiply_blocks, inputs[index], w, outputs[index], row_tile)
-        if each is not None:
-            rows = slice(*bounds[index])
-            for other in (*range(rank), *range(rank + 1, ranks)):
-                each(other, rows, gathered[other, rows])
-
     with gathering.launching():
         if not in_chunks:
             multiply_own(0, x_shard_m.shape[0])
         COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
-        if leaves_rows and each is None and may_stay_unfinished(sizes, leaves_rows):
-            y_m = unfinished_blocks(y_r_m.flatten(0, 1), sizes, multiply_others)
-            return y_m, unfinished_blocks(gathering.tensor, sizes, gathering.wait_for)
         for index, _ in enumerate(sizes):
-            multiply_others(index)
+            gathering.wait_for(index)
+            compute(MATMUL, "matmul", multiply_blocks, inputs[index], w, outputs[index], row_tile)
+            if each is not None:
+                rows = slice(*bounds[index])
+                for other in (*range(rank), *range(rank + 1, ranks)):
+                    each(other, rows, gathered[other, rows])
     return y_r_m.flatten(0, 1), gathering.wait()
 
 

@@ -164,22 +164,20 @@ def run_all_gather_matmul(
     *,
     layout: str = ANY,
     each: chunked.EachRows | None = None,
-    leaves_rows: int = 0,
     parts: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K]: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
     None: fused kernels then need not store it. `layout` and `parts` as in `start_matmul_all_reduce`. `each` is called
-    for the rows of each chunk; the chunked kernel alone does so. With leaves_rows its results may be unfinished, if its
-    chunks have as many rows of a rank.
+    for the rows of each chunk; the chunked kernel alone does so.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     with autocast_off(x_shard):
         x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
         kernel, options = kernel_of(choice), dict(choice.options)
         if choice.kernel == "chunked":
-            options |= {"each": each, "leaves_rows": leaves_rows}
+            options["each"] = each
         with in_timeline(choice, group):
             y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m

@@ -16,15 +16,12 @@ backward ends, or until somebody reads them.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -33,10 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.lazy_rows import LazyRows, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, cancelling_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.ops.record import compute_rows
+from ascend_parallel.ops.row_views import blocks_of, rows_of_view
 from ascend_parallel.ops.rows import Sizes
 
 aten = torch.ops.aten
@@ -75,166 +74,6 @@ ENDS: Counter[str] = Counter()
 
 _LATEST: weakref.WeakKeyDictionary[dist.ProcessGroup, Pending] = weakref.WeakKeyDictionary()
 """The latest collectives of each group whose rows are unfinished."""
-
-
-@cache
-def _accelerated() -> bool:
-    return torch.accelerator.is_available()
-
-
-class LazyRows:
-    """The progress of rows that are filled in order, on demand; several tensors may share it.
-
-    Filling a chunk may ask for the rows that it is made of in turn, so a chunk is pulled through a whole chain of
-    operators. There is no scheduler: the order of the reads is the order of the work.
-    """
-
-    def __init__(self, sizes: Sizes, fill: Callable[[int], object], part_of: LazyRows | None = None) -> None:
-        """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order.
-
-        part_of: the rows of which these are some, in the same memory; who changes some, changes the others' memory.
-        """
-        self.sizes = tuple(sizes)
-        self._stops = list(accumulate(sizes))
-        self._fill: Callable[[int], object] | None = fill
-        self._next = 0
-        self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
-        self._filling = False
-        self._lock = threading.RLock()  # two threads of a program may read the same rows
-        self._stream = torch.accelerator.current_stream() if _accelerated() else None
-        self._whole: LazyRows = self if part_of is None else part_of._whole
-        self._readers: list[weakref.ReferenceType[LazyRows]] = []
-        self._followers: list[weakref.ReferenceType[LazyRows]] = []
-
-    def up_to(self, stop: int) -> None:
-        """Finish all rows before `stop`, for a reader in the current stream.
-
-        The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
-        another stream has waited for that call, and knows nothing of readers that came between.
-        """
-        if self._stream is None or (current := torch.accelerator.current_stream()) == self._stream:
-            self._fill_up_to(stop)
-            return
-        torch.accelerator.set_stream(self._stream)
-        try:
-            self._fill_up_to(stop)
-        finally:
-            torch.accelerator.set_stream(current)
-        current.wait_stream(self._stream)
-
-    def _fill_up_to(self, stop: int) -> None:
-        if self.finished or self.filled >= stop:
-            return
-        if _THREAD.fills:
-            self._up_to(stop)
-        else:
-            with _filling():
-                self._up_to(stop)
-
-    def _up_to(self, stop: int) -> None:
-        with self._lock:
-            self._filling = True
-            try:
-                while not self.finished and self.filled < stop:
-                    assert self._fill is not None
-                    self._fill(self._next)
-                    self.filled = self._stops[self._next]
-                    self._next += 1
-                    self.finished = self._next == len(self._stops)
-            finally:
-                self._filling = False
-        if self.finished:
-            self._fill = None  # and what it holds
-            followers, self._followers = self._followers, []
-            _finish(followers)
-
-    def finish(self) -> None:
-        """Finish all rows."""
-        self.up_to(self._stops[-1] if self._stops else 0)
-
-    def read_by(self, reader: LazyRows) -> None:
-        """Note rows that are made of these."""
-        self._whole._readers.append(weakref.ref(reader))
-
-    def followed_by(self, follower: LazyRows) -> None:
-        """Finish other rows as soon as these are finished."""
-        self._followers.append(weakref.ref(follower))
-
-    @property
-    def is_part(self) -> bool:
-        """Whether these are some rows of others."""
-        return self._whole is not self
-
-    def finish_readers(self) -> None:
-        """Finish the rows that are made of these, which may change."""
-        readers, self._whole._readers = self._whole._readers, []
-        _finish(readers)
-
-    def settle(self) -> None:
-        """Finish all rows, and all that are made of them."""
-        self.finish()
-        readers, self._readers = self._readers, []
-        for reference in readers:
-            if (reader := reference()) is not None:
-                reader.settle()
-
-    def change(self, act: Callable[[int, int], object]) -> None:
-        """Change all rows by ``act(start, stop)``: those that are there now, the others once they are."""
-        self.finish_readers()
-        fill, bounds = self._fill, list(pairwise((0, *self._stops)))
-        if self.filled:
-            with _filling():
-                act(0, self.filled)
-        if fill is None:
-            return
-
-        def fill_and_change(index: int) -> None:
-            fill(index)
-            act(*bounds[index])
-
-        self._fill = fill_and_change
-
-
-class _Thread(threading.local):
-    """Whether a thread fills rows: what fills them may ask for others."""
-
-    fills = False
-
-
-_THREAD = _Thread()
-
-
-@contextmanager
-def _filling() -> Iterator[None]:
-    """Run a fill without autograd and modes; entering these takes longer than a small operator."""
-    if _THREAD.fills:
-        yield
-        return
-    with without_grad_and_modes():
-        _THREAD.fills = True
-        try:
-            yield
-        finally:
-            _THREAD.fills = False
-
-
-def _finish(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
-    for reference in references:
-        if (rows := reference()) is not None and not rows._filling:  # else they have asked for what they follow
-            rows.finish()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where the rows of a tensor lie: its first `lead` dimensions are blocks times rows of a block.
-
-    Without sequence parallelism there is one block. A gathered tensor has a block for each rank; the chunks of
-    `progress` then finish the same rows of every block.
-    """
-
-    progress: LazyRows
-    blocks: int
-    lead: int
 
 
 class UnfinishedTensor(torch.Tensor):
@@ -407,7 +246,9 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
     progress = LazyRows(sizes, fill)
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
-    return _rooted(pending.tensor, progress, blocks)
+    _register_optimizer_step_pre_hook()
+    _ROOTS.add(progress)
+    return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
 
 
 def in_backward() -> bool:
@@ -448,13 +289,6 @@ def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
             gradient._local_tensor = local.finished()
 
 
-def _rooted(value_m: torch.Tensor, progress: LazyRows, blocks: int) -> UnfinishedTensor:
-    """Return the first tensor of a chain, whose rows end before an optimizer changes what they are made of."""
-    _register_optimizer_step_pre_hook()
-    _ROOTS.add(progress)
-    return UnfinishedTensor(value_m, Rows(progress, blocks, 1))
-
-
 _ROOTS: weakref.WeakSet[LazyRows] = weakref.WeakSet()
 """The rows of collectives that some tensor still holds."""
 
@@ -471,12 +305,6 @@ def settle(*_: object) -> None:
 @lru_cache(maxsize=1)
 def _register_optimizer_step_pre_hook() -> None:
     register_optimizer_step_pre_hook(settle)
-
-
-def unfinished_blocks(value_m: torch.Tensor, sizes: Sizes, fill: Callable[[int], object]) -> torch.Tensor:
-    """Return rows [M, N] of which ``fill(i)`` finishes the i-th of `sizes` rows of every rank's block."""
-    blocks = value_m.shape[0] // sum(sizes)
-    return _rooted(value_m, LazyRows(sizes, fill), blocks)
 
 
 def postponed(
@@ -497,7 +325,7 @@ def postponed(
     reference = weakref.ref(progress)
     while len(IDLE_WORK) >= MOST_POSTPONED:
         IDLE_WORK.popleft()()
-    IDLE_WORK.append(lambda: _finish([reference]))
+    IDLE_WORK.append(lambda: finish_all([reference]))
     at_end_of_backward(progress.finish)
     return UnfinishedTensor(value, Rows(progress, 1, 0))
 
@@ -599,130 +427,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """Return views of an unfinished tensor, unfinished too: of all rows, or of some."""
     x: UnfinishedTensor = args[0]
     views = func(x._value, *args[1:], **kwargs)
-    if isinstance(views, torch.Tensor):
-        return _row_view(x, views)
-    made = [_row_view(x, view) for view in views]
-    return NotImplemented if any(each is NotImplemented for each in made) else made
-
-
-def _row_view(x: UnfinishedTensor, view: torch.Tensor) -> Any:
-    rows, value = x._rows, x._value
-    if view.dtype != value.dtype or not view.numel() or not value.numel():
-        return NotImplemented
-    if (lead := _same_rows(value, rows.lead, view)) is not None:
-        return UnfinishedTensor(view, Rows(rows.progress, rows.blocks, lead))
-    if (blocks := _turned_blocks(value, rows, view)) is not None:
-        return UnfinishedTensor(view, Rows(rows.progress, blocks, 1))
-    if (finer := _finer_rows(value, rows, view)) is not None:
-        return UnfinishedTensor(view, finer)
-    if (part := _some_rows(value, rows, view)) is None:
-        return NotImplemented
-    stop, blocks, lead = part
-    length, source = prod(view.shape[:lead]) // blocks, rows.progress
-    if length == sum(source.sizes) and not source.is_part and lead:
-        return UnfinishedTensor(view, Rows(source, blocks, lead))
-    progress = LazyRows((length,), lambda _: source.up_to(stop), part_of=source)
-    if not lead:  # one row
-        progress.finish()
-    return UnfinishedTensor(view, Rows(progress, blocks, lead))
-
-
-def _same_rows(value: torch.Tensor, lead: int, view: torch.Tensor) -> int | None:
-    """Return the number of leading dimensions of a view that has each row of a tensor in the same place, else None."""
-    count = prod(value.shape[:lead])
-    new = next((n for n in range(view.dim() + 1) if prod(view.shape[:n]) == count), None)
-    if new is None:
-        return None
-    step = _row_step(value, lead)
-    if step is None or _row_step(view, new) != step:
-        return None
-    first = int(view.storage_offset()) - int(value.storage_offset())
-    return new if _inside(view, new, first, step) else None
-
-
-def _turned_blocks(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> int | None:
-    """Return the blocks of a view [s, b, ...] of a tensor [b, s, ...], whose rows are those of all b; else None."""
-    step = _row_step(value, rows.lead)
-    if step is None or view.dim() < 2 or view.shape[1] == 1 or rows.blocks % view.shape[1]:
-        return None
-    blocks = rows.blocks // view.shape[1]
-    length = blocks * sum(rows.progress.sizes)
-    first = int(view.storage_offset()) - int(value.storage_offset())
-    turned = (view.shape[0], *view.stride()[:2]) == (length, step, length * step)
-    return blocks if turned and _inside(view, 2, first, step) else None
-
-
-def _finer_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> Rows | None:
-    """Return the rows of a view in which each row of a tensor has become the same number of rows; else None."""
-    step, source = _row_step(value, rows.lead), rows.progress
-    if step is None or rows.blocks > 1 or view.storage_offset() != value.storage_offset():
-        return None
-    stops = list(accumulate(source.sizes))
-    for lead in range(1, view.dim() + 1):
-        each, rest = divmod(prod(view.shape[:lead]), sum(source.sizes))
-        if not rest and each > 1 and _row_step(view, lead) == step // each and _inside(view, lead, 0, step // each):
-            sizes = tuple(each * size for size in source.sizes)
-            return Rows(LazyRows(sizes, lambda index: source.up_to(stops[index]), part_of=source), 1, lead)
-    return None
-
-
-def _inside(view: torch.Tensor, lead: int, first: int, step: int) -> bool:
-    """Tell whether the elements of a row of a view lie inside a row of `step` elements, from its element `first` on."""
-    extent = sum((size - 1) * stride for size, stride in zip(view.shape[lead:], view.stride()[lead:], strict=True))
-    return first >= 0 and first + extent < step
-
-
-def _row_step(tensor: torch.Tensor, lead: int) -> int | None:
-    """Return the distance of neighbouring rows in memory, the same for all rows; else None."""
-    step = expected = None
-    for size, stride in zip(reversed(tensor.shape[:lead]), reversed(tensor.stride()[:lead]), strict=True):
-        if size == 1:
-            continue
-        if step is None:
-            step = expected = stride
-        if stride != expected:
-            return None
-        expected = stride * size
-    if step is None:  # a single row: nothing lies behind it
-        return max(1, tensor.numel())
-    return step
-
-
-def _some_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return the row of a block behind the last that a view has, and its blocks and leading dimensions; else None.
-
-    The view has neighbouring rows of one block, or the same rows of every block.
-    """
-    step, length = _row_step(value, rows.lead), sum(rows.progress.sizes)
-    if step is None:
-        return None
-    offset = int(view.storage_offset()) - int(value.storage_offset())
-    row, first = divmod(offset, step)
-    for lead in range(view.dim() + 1):
-        if lead and view.shape[lead - 1] != 1 and view.stride(lead - 1) < step:
-            break
-        if not _inside(view, lead, first, step):
-            continue
-        if rows.blocks > 1 and lead >= 2 and view.shape[0] == rows.blocks and view.stride(0) == length * step:
-            inner = view[0]
-            if _row_step(inner, lead - 1) in (step, max(1, inner.numel())) and row < length:
-                stop = row + prod(inner.shape[: lead - 1])
-                return (stop, rows.blocks, lead) if stop <= length else None
-        count = prod(view.shape[:lead])
-        if count > 1 and _row_step(view, lead) != step:
-            continue
-        start = row % length
-        if start + count <= length:
-            return start + count, 1, lead
-    return None
-
-
-def _blocks_of(tensor: torch.Tensor, rows: Rows, lead: int) -> tuple[torch.Tensor, ...]:
-    """Return each block of a tensor with its rows as the first dimension: [length, ...].
-
-    A kernel may depend on whether its operands are contiguous, so an operator runs on each block.
-    """
-    return tensor.view(rows.blocks, sum(rows.progress.sizes), *tensor.shape[lead:]).unbind()
+    made: list[UnfinishedTensor] = []
+    for view in (views,) if isinstance(views, torch.Tensor) else views:
+        if (rows := rows_of_view(x._value, x._rows, view)) is None:
+            return NotImplemented
+        made.append(UnfinishedTensor(view, rows))
+    return made[0] if isinstance(views, torch.Tensor) else made
 
 
 class _Operands:
@@ -745,7 +455,7 @@ class _Operands:
             if leaf.dim() == dims and leaf.shape[:lead] == shape:
                 value = self._source(leaf)
                 try:
-                    self._cut[place] = _blocks_of(value, like._rows, lead)
+                    self._cut[place] = blocks_of(value, like._rows, lead)
                 except RuntimeError as error:  # its rows are not evenly spaced
                     raise _NotByRows from error
             elif isinstance(leaf, UnfinishedTensor) or any(
@@ -831,7 +541,7 @@ def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
     except _NotByRows:
         return NotImplemented
     buffers = [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes]
-    cut = [_blocks_of(buffer, rows, lead) for buffer in buffers]
+    cut = [blocks_of(buffer, rows, lead) for buffer in buffers]
     bounds, into = list(pairwise((0, *accumulate(rows.progress.sizes)))), _writing(func)
 
     def fill(index: int) -> None:

@@ -40,6 +40,8 @@ class Patch:
         What the replacement does, for `PatchSet.status`.
     gives_way_to
         A package that may put a method of its own in place of the replacement; the method then stays.
+    inherited
+        Whether the class inherits the method, as modules do ``__call__``; the replacement is then added to the class.
     """
 
     module: str
@@ -49,6 +51,7 @@ class Patch:
     parameters: tuple[str, ...] | None
     reason: str
     gives_way_to: str | None = None
+    inherited: bool = False
 
     @property
     def target(self) -> str:
@@ -82,7 +85,11 @@ class Patch:
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
         attribute = vars(self.holder()).get(self.method)
+        if self.inherited and attribute is None:
+            return
         method = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+        if self.inherited:
+            raise PatchError(f"{self.target}: expected that the class inherits the method, found {method!r}")
         if not inspect.isfunction(method):
             raise PatchError(f"{self.target}: expected a method of this class, found {method!r}")
         if not defined_in(method, sys.modules[self.module]):
@@ -137,11 +144,44 @@ class PatchStatus:
 
 @dataclass(frozen=True)
 class _Applied:
-    """An applied patch: the class, which another framework may rename later, and its two methods."""
+    """An applied patch: the class, which another framework may rename later, and its two methods.
+
+    original
+        None: the class inherits the method.
+    """
 
     holder: type
     original: Any
     replacement: Any
+
+    def restore(self, method: str) -> None:
+        """Put the original method in place of the replacement."""
+        if self.original is None:
+            delattr(self.holder, method)
+        else:
+            setattr(self.holder, method, self.original)
+
+
+def _replace(patch: Patch) -> _Applied:
+    """Put the replacement of a patch in place of the original, or in front of the method that the class inherits."""
+    holder = patch.holder()
+    original = vars(holder).get(patch.method)
+    found = inspect.getattr_static(holder, patch.method)
+    kind = type(found) if isinstance(found, (staticmethod, classmethod)) else None
+    own: Any = getattr(original, "__func__", original)  # of a static or class method
+    replacement = patch.replacement(_inherited(holder, patch.method) if original is None else own)
+    applied = _Applied(holder, original, replacement if kind is None else kind(replacement))
+    setattr(holder, patch.method, applied.replacement)
+    return applied
+
+
+def _inherited(holder: type, method: str) -> Function:
+    """Return a function that calls the method that `holder` inherits when it is called; `bound`: an object or class."""
+
+    def call(bound: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(holder, bound), method)(*args, **kwargs)
+
+    return call
 
 
 class PatchSet:
@@ -192,13 +232,7 @@ class PatchSet:
             return
         self.check(version)
         for patch in self.patches:
-            holder = patch.holder()
-            original = vars(holder)[patch.method]
-            static = isinstance(original, staticmethod)
-            replacement = patch.replacement(original.__func__ if static else original)
-            applied = _Applied(holder, original, staticmethod(replacement) if static else replacement)
-            setattr(holder, patch.method, applied.replacement)
-            self._applied[patch] = applied
+            self._applied[patch] = _replace(patch)
 
     def refuse_if_covered(self) -> None:
         """Raise `PatchError` if another patch was put on top of one of these."""
@@ -215,7 +249,7 @@ class PatchSet:
         self.refuse_if_covered()
         for patch, applied in self._applied.items():
             if not patch.gave_way(vars(applied.holder).get(patch.method)):
-                setattr(applied.holder, patch.method, applied.original)
+                applied.restore(patch.method)
         self._applied.clear()
 
     def status(self) -> list[PatchStatus]:

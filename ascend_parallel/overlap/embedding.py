@@ -41,11 +41,13 @@ def embedding_sizes(batch: int, tokens: int, layer: ParallelLinear, *, shared_la
 
 
 def sum_embedded(y: torch.Tensor, sizes: Sizes, vocabulary: int, layer: ParallelLinear) -> torch.Tensor:
-    """Return the sum over ranks of y [b, s, H], unfinished; with sequence parallelism this rank's rows [s / R, b, H].
+    """Return the sum over ranks of y [b, s, H]; with sequence parallelism this rank's rows of the sum of y [s, b, H].
 
-    y           what this rank has looked up, which belongs to this call
+    y           what this rank has looked up, contiguous, which belongs to this call
     sizes       of `embedding_sizes`
     vocabulary  the number of tokens of this rank, for timelines
+
+    The rows are unfinished, where tensors may be.
     """
     summed: torch.Tensor = _Summed.apply(y, sizes, vocabulary, layer)  # type: ignore[no-untyped-call]
     return summed
@@ -54,7 +56,7 @@ def sum_embedded(y: torch.Tensor, sizes: Sizes, vocabulary: int, layer: Parallel
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, sizes: Sizes, vocabulary: int, layer: ParallelLinear) -> torch.Tensor:
-        ctx.layer, ctx.batch, ctx.sizes = layer, y.shape[0], sizes
+        ctx.layer, ctx.batch, ctx.sizes = layer, y.shape[1], sizes
         start, operator = (_start_scatters, REDUCE_SCATTER) if layer.sequence_parallel else (_start_sums, ALL_REDUCE)
         layer.about_to_communicate()
         with in_forward(ctx, "embedding", y), _recorded(operator, y, sizes, vocabulary, layer.group):
@@ -69,8 +71,7 @@ class _Summed(torch.autograd.Function):
         rows = tuple(ctx.batch * size for size in ctx.sizes)
         with _recorded(ALL_GATHER, dy, ctx.sizes, 0, ctx.layer.group):
             gathering, _ = start_gathers(rows_of(dy), ctx.layer.group, rows, ALL_GATHER)
-            gathered = gathering.wait().view(-1, ctx.batch, dy.shape[-1])
-        return gathered.transpose(0, 1), None, None, None
+            return gathering.wait().view(-1, ctx.batch, dy.shape[-1]), None, None, None
 
 
 def _start_sums(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torch.Tensor:
@@ -94,15 +95,15 @@ def _start_sums(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torc
 
 def _start_scatters(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torch.Tensor:
     """Start a reduce-scatter for each chunk of every rank's rows; return [s / R, b, H]."""
-    (batch, tokens, hidden), ranks = y.shape, group.size()
+    (tokens, batch, hidden), ranks = y.shape, group.size()
     rows = tuple(batch * size for size in sizes)
     y_shard = y.new_empty(batch * tokens // ranks, hidden)
     pending = Pending(y_shard, REDUCE_SCATTER, group, len(sizes), rows)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard, rows, group)
-        parts = torch.split_with_sizes(y.view(batch, ranks, -1, hidden), sizes, 2)
+        parts = torch.split_with_sizes(y.view(ranks, -1, batch, hidden), sizes, 1)
         for start, part in zip(starts, parts, strict=True):
-            pending.launch(start, part.permute(1, 2, 0, 3).reshape(-1, hidden))
+            pending.launch(start, part.reshape(-1, hidden))
     return shaped(unfinished(pending, 1, COUNTED), (tokens // ranks, batch, hidden))
 
 

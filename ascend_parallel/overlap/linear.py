@@ -281,7 +281,6 @@ def _column_forward(
             layer.settings,
             keep,
             layout=TRANSPOSED,
-            leaves_rows=layer.leaves_rows,
             parts=layer.parts,
         )
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))

@@ -4,7 +4,7 @@ seam       these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 experts    the replacement of MoELayer.forward, whose all-to-alls run under groups of experts
-embedding  the replacement of VocabParallelEmbedding.forward, whose rows come under the first layer in regions
+embedding  the sum over ranks behind VocabParallelEmbedding, whose rows come under the first layer in regions
 check, original  checks inside a run, beside Megatron-core's own code
 every_degree  how weights are packed, and other sums and masks, with COC_DETERMINISTIC=tp
 wgrad      Megatron's weight gradient accumulation

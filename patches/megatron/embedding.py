@@ -1,44 +1,134 @@
-"""The replacement of VocabParallelEmbedding.forward: in regions its rows come while the first layer computes.
+"""Megatron-core's vocabulary-parallel embedding in regions: its rows come while the first layer computes.
 
-The replacement repeats the lookup, and starts the collective in chunks. Written against megatron-core 0.10 to 0.19,
-whose forward differs in where it finds its group. Without regions the original runs.
+The embedding looks up its own part of the vocabulary, and hands the rows to a mapping that sums them over ranks. While
+an embedding is called, the mapping runs the sum in chunks. So the collectives are the same on every rank, whatever a
+rank alone has put in place of the forwards of embeddings; the mappings, and their autograd functions, ranks compare
+(`Megatron.left_to_replaced`).
+
+Written against megatron-core 0.10 to 0.19. Without regions nothing is patched.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.embedding import embedding_sizes, sum_embedded
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 
 MODULE = "megatron.core.tensor_parallel.layers"
 LANGUAGE_MODEL = "megatron.core.models.common.embeddings.language_model_embedding"
+# The autograd functions of the mappings that sum rows over ranks, and whether each rank gets its rows of the sum.
+SUMS = {"_ReduceFromModelParallelRegion": False, "_ReduceScatterToSequenceParallelRegion": True}
 
 # Embeddings whose rows ranks share once every rank has the sum: with sequence parallelism and learned positions.
 _SHARED_LATER: WeakSet[Any] = WeakSet()
+# Whether all ranks have noted so at the first call of an embedding.
+_ALL_SHARE_LATER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+class _Calls(threading.local):
+    """The call of an embedding that runs in this thread, and has not summed its rows yet."""
+
+    current: EmbeddingCall | None = None
+
+
+_CALLS = _Calls()
+
+
+class EmbeddingCall:
+    """A call of an embedding whose sum over ranks runs in chunks."""
+
+    def __init__(self, embedding: Any, megatron: Megatron) -> None:
+        """Hold the module, whose settings are those of `megatron`."""
+        self.embedding, self._megatron, self.group = embedding, megatron, megatron.group_of(embedding)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Sum the rows that are handed to a mapping in this context."""
+        outer, _CALLS.current = _CALLS.current, self
+        try:
+            yield
+        finally:
+            _CALLS.current = outer
+
+    def summed(self, y: torch.Tensor, *, scatters: bool) -> torch.Tensor | None:
+        """Return the sum of y [b, s, H], or this rank's rows of that of y [s, b, H]; None: it is not to be cut."""
+        megatron, group = self._megatron, self.group
+        layer = ParallelLinear(
+            group=group,
+            settings=megatron.settings,
+            sequence_parallel=scatters,
+            before_communicating=megatron.confirm(group),
+            leaves_rows=megatron.leaves_rows,
+        )
+        if y.dim() != 3 or not layer.leaves_rows:
+            return None
+        layer.about_to_communicate()
+        batch, tokens = (y.shape[1], y.shape[0]) if scatters else y.shape[:2]
+        later = not scatters and _all_share_later(self.embedding, group)
+        sizes = embedding_sizes(batch, tokens, layer, shared_later=later)
+        if sizes is None:
+            return None
+        rows = sum_embedded(y.contiguous(), sizes, self.embedding.num_embeddings_per_partition, layer)
+        if isinstance(rows, UnfinishedTensor):
+            megatron.region_choice.ran(group)
+        return rows
+
+
+def _all_share_later(embedding: Any, group: dist.ProcessGroup) -> bool:
+    """Tell whether ranks share the rows of the sum later. Ranks ask each other once: one may have its own forwards."""
+    if embedding not in _ALL_SHARE_LATER:
+        mine = {"shared later": embedding in _SHARED_LATER}
+        found = exchange(group, "its embedding", mine, DisagreementError, topic="embedding")
+        _ALL_SHARE_LATER[embedding] = all(each["shared later"] for each in found.values())
+    return _ALL_SHARE_LATER[embedding]
 
 
 def patch_set(megatron: Megatron) -> PatchSet:
-    """Return the patch of the embedding; without regions there is none."""
-    patch = Patch(
-        module=MODULE,
-        owner="VocabParallelEmbedding",
-        method="forward",
-        replacement=lambda original: embedding_forward(original, megatron),
-        parameters=("self", "input_"),
-        reason="sums over ranks under the first layer's norm and matmul",
-        gives_way_to="mindspeed",  # it puts its own there after the layers were imported
-    )
-    return PatchSet("megatron-core", None, [patch] if megatron.settings.region else [])
+    """Return the patches of the embedding and of the sums over ranks; without regions there are none."""
+    embedding: dict[str, Any] = {"module": MODULE, "owner": "VocabParallelEmbedding"}
+    embedding |= {"replacement": lambda original: embedding_call(original, megatron), "parameters": None}
+    patches = [
+        Patch(
+            **embedding,
+            method="__call__",
+            reason="sums over ranks under the first layer's norm and matmul",
+            inherited=True,
+        ),
+        Patch(
+            **embedding,
+            method="forward",
+            reason="does so where a program calls it by its name",
+            gives_way_to="mindspeed",  # it puts its own there after the layers were imported
+        ),
+        *(
+            Patch(
+                module=MAPPINGS,
+                owner=owner,
+                method="apply",
+                replacement=functools.partial(sum_of_call, scatters=scatters),
+                parameters=None,
+                reason="sums the rows of an embedding in chunks",
+                inherited=True,
+            )
+            for owner, scatters in SUMS.items()
+        ),
+    ]
+    return PatchSet("megatron-core", None, patches if megatron.settings.region else [])
 
 
 def language_model_patch_set(megatron: Megatron) -> PatchSet:
@@ -70,21 +160,29 @@ def _noting(original: Function) -> Function:
     return forward
 
 
-def embedding_forward(original: Function, megatron: Megatron) -> Function:
-    """Make the method that replaces ``VocabParallelEmbedding.forward``."""
+def embedding_call(original: Function, megatron: Megatron) -> Function:
+    """Make the method that stands in front of ``VocabParallelEmbedding.__call__``, or replaces its forward."""
 
     @functools.wraps(original)
-    def forward(self: Any, input_: torch.Tensor) -> Any:
-        if _is_left_alone(self, input_, megatron):
-            return original(self, input_)
-        return megatron.timed(self, input_, functools.partial(_embed, megatron, original, self, input_))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, self, *args, **kwargs)
+        if _runs_already(self) or _is_left_alone(self, megatron):
+            return run()
+        with EmbeddingCall(self, megatron).running():
+            tokens: torch.Tensor = next(iter((*args, *kwargs.values())))
+            return megatron.timed(self, tokens, run)
 
-    return forward
+    return call
 
 
-def _is_left_alone(embedding: Any, tokens: torch.Tensor, megatron: Megatron) -> bool:
-    """Tell whether the original must run, on all ranks alike."""
-    if torch.compiler.is_compiling() or not dist.is_initialized() or tokens.dim() != 2:
+def _runs_already(embedding: Any) -> bool:
+    """Tell whether `__call__` of an embedding runs, which calls its forward."""
+    return _CALLS.current is not None and _CALLS.current.embedding is embedding
+
+
+def _is_left_alone(embedding: Any, megatron: Megatron) -> bool:
+    """Tell whether the sum must run as it is, on all ranks alike."""
+    if torch.compiler.is_compiling() or not dist.is_initialized():
         return True
     if megatron.group_of(embedding).size() == 1 or getattr(embedding, "gtp_remat_size", 1) > 1:
         return True
@@ -92,28 +190,16 @@ def _is_left_alone(embedding: Any, tokens: torch.Tensor, megatron: Megatron) -> 
     return by_inference or megatron.left_to_replaced(embedding) is not None
 
 
-def _embed(megatron: Megatron, original: Function, embedding: Any, tokens: torch.Tensor) -> Any:
-    group = megatron.group_of(embedding)
-    layer = ParallelLinear(
-        group=group,
-        settings=megatron.settings,
-        sequence_parallel=embedding.reduce_scatter_embeddings,
-        before_communicating=megatron.confirm(group),
-        leaves_rows=megatron.leaves_rows,
-    )
-    batch, length = tokens.shape
-    sizes = embedding_sizes(batch, length, layer, shared_later=embedding in _SHARED_LATER)
-    if sizes is None:
-        return original(embedding, tokens)
-    return sum_embedded(_looked_up(embedding, tokens), sizes, embedding.num_embeddings_per_partition, layer)
+def sum_of_call(original: Function, *, scatters: bool) -> Function:
+    """Make the class method that stands in front of ``apply`` of an autograd function of `SUMS`."""
 
+    @functools.wraps(original)
+    def apply(cls: Any, input_: torch.Tensor, *options: Any) -> Any:
+        call = None if torch.compiler.is_compiling() else _CALLS.current
+        if call is None or any(option is not None and option is not call.group for option in options[:1]):
+            return original(cls, input_, *options)
+        _CALLS.current = None
+        rows = call.summed(input_, scatters=scatters)
+        return original(cls, input_, *options) if rows is None else rows
 
-def _looked_up(embedding: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the rows [b, s, H] of this rank's tokens, by the operators of Megatron-core; zeros for the others."""
-    others = (tokens < embedding.vocab_start_index) | (tokens >= embedding.vocab_end_index)
-    own = tokens.clone() - embedding.vocab_start_index
-    own[others] = 0
-    weight = embedding.weight
-    rows: torch.Tensor = weight[own] if embedding.deterministic_mode else F.embedding(own, weight)
-    rows[others, :] = 0.0
-    return rows
+    return apply

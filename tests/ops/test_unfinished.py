@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import io
 import pickle
 
@@ -12,16 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from ascend_parallel.ops.collectives import FinishingWork
+from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
-from ascend_parallel.ops.unfinished import (
-    LazyRows,
-    Rows,
-    UnfinishedTensor,
-    at_end_of_backward,
-    finished,
-    postponed,
-    whole,
-)
+from ascend_parallel.ops.unfinished import UnfinishedTensor, at_end_of_backward, finished, postponed, whole
 
 SIZES = {1: (16, 32, 16), 2: (8, 16, 8), 4: (4, 8, 4)}
 
@@ -241,11 +235,19 @@ def test_a_change_of_some_rows_is_seen_by_later_readers_alone(part, blocks):
     assert torch.equal(finished(x + 1), plain + 1)
 
 
+class StandInGroup:
+    """Stands for a process group, which nothing asks anything here."""
+
+
 def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
-    from ascend_parallel.ops.unfinished import unfinished_blocks
+    from ascend_parallel.ops.unfinished import unfinished
 
     weight, memory = drawn(8, 4, seed=1).requires_grad_(), torch.full((64, 8), torch.nan)
-    x = unfinished_blocks(memory, (32, 32), lambda index: memory[32 * index : 32 * index + 32].fill_(index + 1))
+    pending = Pending(memory, "a test", StandInGroup(), 2, (32, 32))
+    for index, rows in enumerate(memory.chunk(2)):
+        pending.launch(FinishingWork, [], functools.partial(rows.fill_, index + 1), None, memory)
+    x = unfinished(pending, 1)
+    assert x._value.isnan().all()
     expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None].expand(64, 8) @ weight.detach()
     with torch.no_grad():
         y = x @ weight

@@ -77,6 +77,32 @@ def test_apply_is_idempotent_and_revert_restores_the_very_object(module):
     assert alias().forward(1) == 2
 
 
+def test_a_patch_in_front_of_an_inherited_method_is_added_and_removed(module):
+    exec("class Base:\n    def run(self, x):\n        return x", module.__dict__)
+    exec("class Other(Base):\n    pass\nclass Derived(Other):\n    pass", module.__dict__)
+    module.Base.make = classmethod(lambda cls, x: (cls, x))
+    make = patch(
+        owner="Other",
+        method="make",
+        inherited=True,
+        replacement=lambda original: lambda cls, x: (*original(cls, x), "ours"),
+    )
+    patches = patch_set(patch(owner="Other", method="run", inherited=True), make)
+    patches.apply("0.16.1")
+    assert module.Base().run(1) == 1
+    assert module.Derived().run(1) == 2
+    assert module.Derived.make(1) == (module.Derived, 1, "ours")
+    module.Base.run = lambda self, x: 10 * x  # the inherited method is looked up at every call
+    assert module.Other().run(1) == 11
+    assert all(status.applied for status in patches.status())
+    patches.revert()
+    assert "run" not in vars(module.Other)
+    assert module.Other.make(1) == (module.Other, 1)
+    module.Other.run = lambda self, x: x
+    with pytest.raises(PatchError, match="expected that the class inherits the method"):
+        patches.apply("0.16.1")
+
+
 def test_revert_refuses_when_somebody_patched_on_top(module):
     patches = patch_set()
     patches.apply("0.16.1")
