@@ -7,18 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
 
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes
-
-
-@cache
-def _accelerated() -> bool:
-    return torch.accelerator.is_available()
 
 
 class LazyRows:
@@ -40,7 +34,7 @@ class LazyRows:
         self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
-        self._stream = torch.accelerator.current_stream() if _accelerated() else None
+        self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []

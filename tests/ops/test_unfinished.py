@@ -318,7 +318,7 @@ class Stream:
 def streams(monkeypatch):
     """Two streams, the first of them current."""
     made, side = Stream(), Stream()
-    monkeypatch.setattr("ascend_parallel.ops.unfinished._accelerated", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(Stream, "running", made)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream.running)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(Stream, "running", stream))
