@@ -29,14 +29,14 @@ def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> 
     """
     generator = torch.Generator().manual_seed(0)
     m, k, n = problem.m, problem.k, problem.n
-    places = torch.randperm(k // 2 * 2, generator=generator)
+    places = torch.randperm(k, generator=generator)
 
     def drawn(rows: int, sign: int) -> torch.Tensor:
-        numbers = torch.randn(max(1, min(rows, DRAWN_ROWS)), k // 2, generator=generator, device="cpu")
-        base = numbers.new_zeros(numbers.shape[0], k)
-        base[:, places] = torch.cat([numbers, sign * numbers], 1)
-        repeated = base.to(device=device, dtype=problem.dtype).repeat(-(-rows // base.shape[0]), 1)
-        return repeated[:rows].contiguous()
+        shape = max(1, min(rows, DRAWN_ROWS)), k // 2
+        numbers = torch.randn(shape, generator=generator, device="cpu").to(problem.dtype)
+        left_over = numbers.new_zeros(shape[0], k % 2)
+        base = torch.cat([numbers, sign * numbers, left_over], 1).index_select(1, places).to(device)
+        return base.repeat(-(-rows // shape[0]), 1)[:rows].contiguous()
 
     x, w_t = drawn(m, 1), drawn(n, -1)
     return x, w_t.t() if layout == TRANSPOSED else w_t.t().contiguous()

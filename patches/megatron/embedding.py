@@ -195,7 +195,9 @@ def sum_of_call(original: Function, *, scatters: bool) -> Function:
 
     @functools.wraps(original)
     def apply(cls: Any, input_: torch.Tensor, *options: Any) -> Any:
-        call = None if torch.compiler.is_compiling() else _CALLS.current
+        if torch.compiler.is_compiling():  # its tracer knows the method of the base class alone
+            return torch.compiler.disable(original)(cls, input_, *options)  # type: ignore[no-untyped-call]
+        call = _CALLS.current
         if call is None or any(option is not None and option is not call.group for option in options[:1]):
             return original(cls, input_, *options)
         _CALLS.current = None

@@ -3,6 +3,7 @@
 import itertools
 import runpy
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel import Settings, ops
 from ascend_parallel.ops.operators import start_matmul_all_reduce
@@ -179,6 +181,8 @@ def test_an_error_names_a_group_that_is_written_in_python(group):
     own = dist.new_group(backend="refusing")
     with pytest.raises(ops.CollectiveError, match=r"on group '\w+' of ranks 0, 1 failed on rank \d: refused"):
         start_matmul_all_reduce(torch.ones(64, 8), torch.ones(8, 8), own, Settings(num_chunks=2))
+    with mock.patch.object(Refusing, "group_name", c10d._world.pg_names[own]):  # without it torch cannot destroy it
+        dist.destroy_process_group(own)
 
 
 def gradients(group, operator, chunks):
