@@ -1,6 +1,6 @@
 """Time Megatron-core's parallel linear layers: plain, with the CoC of the real MindSpeed, and with this package.
 
-    MINDSPEED=<checkout> python benchmarks/beside_mindspeed.py --link 1gbit      about five minutes
+    MINDSPEED=<checkout> python benchmarks/beside_mindspeed.py --link 1gbit      about eight minutes
 
 MINDSPEED names a checkout of MindSpeed with ``mindspeed/core/tensor_parallel/coc_feature`` (26.1.0_core_r0.12.1). Its
 four autograd functions run as they are, on gloo and the CPU: what they ask of torch_npu is the present device, and what
@@ -25,14 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
+from measuring import in_turn, milliseconds, on_ranks, options_of, ratio, run, table
 from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
 import ascend_parallel
-from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN, MINDSPEED = 2, "plain", "MindSpeed"
 LAYERS = ("row", "column")
@@ -61,7 +59,7 @@ def main() -> None:
     found = on_ranks("beside_mindspeed:rank", RANKS, link=options.pop("link"), limit=1800, options=options)
     for clock in CLOCKS:
         rows = [
-            [layer, mode, name, milliseconds(times[name], 0), *_ratio(times[PLAIN], times[name])]
+            [layer, mode, name, milliseconds(times[name], 0), *ratio(times[PLAIN], times[name])]
             for layer, mode, measured, times in found
             if measured == clock
             for name in times
@@ -193,13 +191,6 @@ def _shape(text: str) -> tuple[int, ...]:
     if rows % (8 * RANKS) or k % RANKS or n % RANKS:
         raise argparse.ArgumentTypeError(f"{text}: M is divisible by {8 * RANKS}, K and N by {RANKS}")
     return rows, k, n
-
-
-def _ratio(plain: list[float], times: list[float]) -> tuple[str, str]:
-    if times is plain:
-        return "1", ""
-    low, high = interval(np.array(plain) / np.array(times))
-    return f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"
 
 
 if __name__ == "__main__":

@@ -27,18 +27,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import (
     VARIANTS,
     State,
     deciding,
-    gain,
     in_turn,
     milliseconds,
     on_ranks,
     options_of,
+    ratio,
     run,
     settings_of,
     table,
@@ -56,7 +55,6 @@ from ascend_parallel.diagnostics.timeline.table import communicating, length
 from ascend_parallel.patches.torch_native.styles import IN_FORCE as TORCH
 from ascend_parallel.patches.transformers.layers import IN_FORCE as TRANSFORMERS
 from ascend_parallel.settings import Settings, current_settings
-from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN, VOCABULARY = 2, "plain", 8192
 FRAMEWORKS = (
@@ -93,19 +91,14 @@ def main() -> None:
         plain = variants[PLAIN][1]
         seconds[name] = {chunks: times for chunks, (_, times) in variants.items()}
         for chunks, (first, times) in variants.items():
-            ratio = ("1", "") if chunks == PLAIN else _ratio(times, plain)
             communication = f"{100 * share / median(plain):.0f} %" if chunks == PLAIN else ""
-            rows.append([name, chunks, milliseconds(times, 0), *ratio, communication, f"{1e3 * first:.0f}"])
+            cells = [milliseconds(times, 0), *ratio(plain, times), communication, f"{1e3 * first:.0f}"]
+            rows.append([name, chunks, *cells])
     if file is not None:
         file.write_text(json.dumps(seconds) + "\n")
     heads = ["framework", "COC_PARALLEL_NUM", "step, ms", "plain / variant", "95 %", "communication", "first step, ms"]
     print(table(heads, rows))
     print(*decided, sep="\n")
-
-
-def _ratio(times: list[float], plain: list[float]) -> tuple[str, str]:
-    low, high = interval(np.array(plain) / np.array(times))
-    return f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"
 
 
 def rank(

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from frameworks import state_of, torch_decoder
@@ -32,11 +31,11 @@ from measuring import (
     VARIANTS,
     State,
     deciding,
-    gain,
     in_turn,
     milliseconds,
     on_ranks,
     options_of,
+    ratio,
     run,
     settings_of,
     table,
@@ -46,7 +45,6 @@ from measuring import (
 import ascend_parallel
 from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.ops.unfinished import whole
-from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
 KINDS = ("row", "row, sequence parallel", "column", "column, sequence parallel")
@@ -109,11 +107,6 @@ def _synchronized(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return clock
-
-
-def _row_of(name: str, times: list[float], plain: list[float]) -> list[str]:
-    low, high = interval(np.array(plain) / np.array(times))
-    return [name, milliseconds(times, 2), f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"]
 
 
 # ---- layers ----------------------------------------------------------------------------------------------
@@ -221,7 +214,7 @@ class Layer:
         times = in_turn(runs, rounds, clock=_synchronized(self.w[0].device.type))
         for name in runs:
             other, error = checks[name]
-            yield [title, *_row_of(name, times[name], times[PLAIN]), other, f"{error:.1e}"]
+            yield [title, name, milliseconds(times[name], 2), *ratio(times[PLAIN], times[name]), other, f"{error:.1e}"]
 
 
 def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
@@ -287,7 +280,7 @@ def _decoder(title: str, dtype: torch.dtype, sequence_parallel: bool, options: d
         other = [key for key, each in gradients[name].items() if not torch.equal(each, gradients[PLAIN][key])]
         worst = max((_error(gradients[name][key], gradients[PLAIN][key].double()) for key in other), default=0.0)
         bits = f"{len(other)} of {len(gradients[name])}" + (f", by {worst:.1e}" if other else "")
-        yield [title, *_row_of(name, times[name], times[PLAIN]), bits]
+        yield [title, name, milliseconds(times[name], 2), *ratio(times[PLAIN], times[name]), bits]
 
 
 def _dtensors(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

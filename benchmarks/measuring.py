@@ -13,11 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from ascend_parallel.patches.region_choice import TURNS
+from ascend_parallel.tuning.bench.results import interval
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks, report
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
@@ -121,6 +123,14 @@ def with_state(state: State, step: Callable[[], object]) -> None:
 def gain(theirs: Sequence[float], ours: Sequence[float]) -> float:
     """Return the median of the rounds' ratios."""
     return median(their / our for their, our in zip(theirs, ours, strict=True))
+
+
+def ratio(plain: Sequence[float], times: Sequence[float]) -> tuple[str, str]:
+    """Return the median of plain / times by round, and its bootstrap interval, as two cells; "1" for plain itself."""
+    if times is plain:
+        return "1", ""
+    low, high = interval(np.array(plain) / np.array(times))
+    return f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"
 
 
 def milliseconds(times: Sequence[float], digits: int = 1) -> str:

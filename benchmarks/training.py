@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import (
@@ -30,11 +29,11 @@ from measuring import (
     VARIANTS,
     State,
     deciding,
-    gain,
     in_turn,
     milliseconds,
     on_ranks,
     options_of,
+    ratio,
     run,
     settings_of,
     table,
@@ -52,7 +51,6 @@ from megatron_cpu import (
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length, union
-from ascend_parallel.tuning.bench.results import interval
 
 RANKS, PLAIN = 2, "plain"
 
@@ -75,7 +73,7 @@ def main() -> None:
     if file is not None:
         file.write_text(json.dumps({mode: _seconds(variants) for mode, variants in found.items()}) + "\n")
     rows = [
-        [mode, name, milliseconds(times, 0), *_ratio(name, times, variants[PLAIN][1]), f"{1e3 * first:.0f}"]
+        [mode, name, milliseconds(times, 0), *ratio(variants[PLAIN][1], times), f"{1e3 * first:.0f}"]
         for mode, variants in found.items()
         for name, (first, times) in variants.items()
     ]
@@ -92,13 +90,6 @@ def _exposed_rows(found: dict[str, dict[str, tuple[float, ...]]]) -> list[list[s
         for mode, variants in found.items()
         for name, sums in variants.items()
     ]
-
-
-def _ratio(name: str, times: list[float], plain: list[float]) -> tuple[str, str]:
-    if name == PLAIN:
-        return "1", ""
-    low, high = interval(np.array(plain) / np.array(times))
-    return f"{gain(plain, times):.3f}", f"{low:.3f}-{high:.3f}"
 
 
 def rank(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
