@@ -28,13 +28,14 @@ WORDS: dict[str, dict[str, Any]] = {
     "region": {"region": True},
     "region=auto": {"region": "auto"},
     "split": {"split_weight_gradient": True},
+    "keep": {"recompute_all_gather": False},
 }
 State = list[tuple[Any, str, Any]]
 """What switches a step to a variant: owners, names of their attributes, and the attributes' values or ABSENT."""
 ABSENT = object()
 VARIANTS = (
     'values of COC_PARALLEL_NUM beside the plain step, with commas; "4 region": in regions; "4 region=auto": the '
-    'first steps decide; "4 split": COC_SPLIT_WEIGHT_GRADIENT=1'
+    'first steps decide; "4 split": COC_SPLIT_WEIGHT_GRADIENT=1; "4 keep": recompute_all_gather=false'
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from launch import forked_python
 from timelines import made
 from typer.testing import CliRunner
 
@@ -222,7 +223,7 @@ def test_a_missing_file_or_folder_is_named(words, name, folder):
 )
 def test_a_process_refuses_in_a_line_too(words, parts, tmp_path):
     environment = {**os.environ, "COC_PARALLEL_NUM": "2"}
-    command = [sys.executable, "-m", "ascend_parallel", *words]
+    command = [forked_python(), "-m", "ascend_parallel", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     if not parts:  # no script: the help
@@ -238,7 +239,7 @@ def test_a_process_refuses_in_a_line_too(words, parts, tmp_path):
 def test_verify_prints_an_object_as_its_last_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")
-    command = [sys.executable, "-m", "ascend_parallel", "verify", "--json", str(script)]
+    command = [forked_python(), "-m", "ascend_parallel", "verify", "--json", str(script)]
     environment = {**os.environ, "COC_PARALLEL_NUM": "2"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     first, last = ended.stdout.strip().splitlines()

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
+from launch import forked_python
 from typer.testing import CliRunner
 
 import ascend_parallel
@@ -105,7 +105,7 @@ def test_lists_and_sources_have_json_too(run):
 @pytest.mark.parametrize(("words", "status"), [(["run", "--help"], 0), (["verify", "-h"], 0), (["run"], 2)])
 def test_run_and_verify_have_the_help_of_the_other_commands(words, status):
     environment = {name: value for name, value in os.environ.items() if "COC" not in name}
-    command = [sys.executable, "-m", "ascend_parallel", *words]
+    command = [forked_python(), "-m", "ascend_parallel", *words]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == status, ended.stderr
     assert f"Usage: ascend-parallel {words[0]}" in ended.stdout

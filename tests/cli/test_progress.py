@@ -5,11 +5,11 @@ import json
 import os
 import pty
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import forked_python
 from timelines import made
 from typer.testing import CliRunner
 
@@ -100,7 +100,7 @@ def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expecte
 def test_a_real_terminal_gets_progress_unless_json_is_asked_for(more):
     """A process with a pseudo-terminal as its output: the line is shown, and erased at the end."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ascend_parallel", "propagate", MODEL, "--mesh", "mp=2", "--brief", *more]
+    command = [forked_python(), "-m", "ascend_parallel", "propagate", MODEL, "--mesh", "mp=2", "--brief", *more]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
         os.close(theirs)

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import forked_python
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -16,7 +16,7 @@ EXAMPLE = ROOT / "examples" / "sharding"
 
 
 def command(*arguments):
-    words = [sys.executable, "-m", "ascend_parallel", "propagate", *arguments]
+    words = [forked_python(), "-m", "ascend_parallel", "propagate", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rank_sections
+from launch import forked_python
 from rank_sections import FAILING, fails, hangs
 
 from ascend_parallel.cli.report.command import NAME, _run
@@ -46,7 +46,7 @@ def launched(tmp_path, ranks):
     command = ["torchrun", "--nproc-per-node", str(ranks), "-m", "ascend_parallel", "report", "--quick"]
     environment = {**os.environ, **PLANTED, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:], "--out", str(tmp_path)],
+        [forked_python(), "-m", "torch.distributed.run", *command[1:], "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=240, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_what_ranks_print_is_part_of_an_error():
 @pytest.mark.slow
 def test_several_machines_are_refused(monkeypatch, tmp_path):
     environment = {**os.environ, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "8"}
-    command = [sys.executable, "-m", "ascend_parallel", "report", "--out", str(tmp_path)]
+    command = [forked_python(), "-m", "ascend_parallel", "report", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2 and "16 ranks, and 8 here" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+from launch import forked_python
 
 from ascend_parallel.diagnostics.degrees import DegreesError, degrees_of, difference, read
 
@@ -34,7 +34,7 @@ dist.destroy_process_group()
 def verify(tmp_path, *arguments, **variables):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ascend_parallel", "verify", "--degrees", "1,2", str(script), *arguments]
+    command = [forked_python(), "-m", "ascend_parallel", "verify", "--degrees", "1,2", str(script), *arguments]
     names = {name: value for name, value in os.environ.items() if not name.startswith("COC_") and name != "RANK"}
     finished = subprocess.run(command, env={**names, **variables}, capture_output=True, text=True, timeout=300)
     return finished.returncode, finished.stdout.strip(), finished.stderr

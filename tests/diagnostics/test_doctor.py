@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from environments import call, environment
+from launch import forked_python
 from typer.testing import CliRunner
 
 from ascend_parallel import Settings
@@ -20,7 +21,7 @@ from ascend_parallel.overlap.choices import overlap_in_words
 
 def doctor(*arguments, cwd=None, **variables):
     environ = {name: value for name, value in os.environ.items() if "COC" not in name}
-    command = [sys.executable, "-m", "ascend_parallel", "doctor", *arguments]
+    command = [forked_python(), "-m", "ascend_parallel", "doctor", *arguments]
     return subprocess.run(
         command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120, cwd=cwd
     )
@@ -78,7 +79,7 @@ def test_a_bad_setting_is_a_finding_and_no_traceback(variables, message):
     assert ended.returncode == 1
     bad = [finding["found"] for finding in json.loads(ended.stdout)["findings"] if finding["verdict"] == "bad"]
     assert message in bad[0]
-    words = [sys.executable, "-m", "ascend_parallel", "status"]
+    words = [forked_python(), "-m", "ascend_parallel", "status"]
     status = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
     assert status.returncode == 2
     assert message in status.stderr

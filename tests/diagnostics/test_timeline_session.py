@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from launch import forked_python
 from timelines import operators, step
 from torch.distributed import distributed_c10d as c10d
 
@@ -117,7 +117,7 @@ def start(tmp_path, *arguments):
     environment = {**os.environ, **store, "COC_TIMELINE": str(tmp_path / "new" / "folder"), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [forked_python(), str(script), *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -4,10 +4,10 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import forked_python
 
 LAUNCH = Path(__file__).parents[2] / "examples/launch"
 CPU, NPU = LAUNCH / "gpt_cpu.sh", LAUNCH / "qwen3_32b_npu.sh"
@@ -18,7 +18,7 @@ GPT = (str(TRAIN), "--tensor-model-parallel-size", "2", "--transformer-impl", "l
 
 def environ(folder, *paths, **variables):
     kept = {name: value for name, value in os.environ.items() if "COC" not in name}
-    path = os.pathsep.join([*map(str, paths), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([*map(str, paths), str(Path(forked_python()).parent), os.environ["PATH"]])
     own = {"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(folder)}
     return {**kept, **own, **variables}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import forked_python
 
 from ascend_parallel.diagnostics.timeline.files import Pass, Span
 
@@ -38,7 +39,7 @@ def here(words):
     """The same words for two ranks and the script that is here."""
     scripts = dict.fromkeys(("pretrain_gpt.py", "examples/gpt/train.py"), str(TRAIN))
     words = [{**scripts, "8": "2"}.get(word, word) for word in words if word != "..."]
-    return [str(Path(sys.executable).with_name("torchrun")), *words[1:], "--steps", "2"]
+    return [str(Path(forked_python()).with_name("torchrun")), *words[1:], "--steps", "2"]
 
 
 def environ(variables):
@@ -149,7 +150,7 @@ def test_the_demos_table_has_a_plain_run_that_imported_nothing(showing):
 @pytest.mark.parametrize("words", [("--link", "none", "--chunks", "auto", "--sequence-parallel"), ()])
 def test_the_demo_ends_well(words):
     """The same losses and weights, bit for bit; what auto chose; on a link where one can be built."""
-    command = [sys.executable, str(COMPARE), "--steps", "2", *words, "--json"]
+    command = [forked_python(), str(COMPARE), "--steps", "2", *words, "--json"]
     ended = subprocess.run(command, env=environ({}), capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""

@@ -4,11 +4,11 @@ import importlib.util
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import forked_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
 COMPARE = FOLDER / "compare.py"
@@ -30,7 +30,7 @@ def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
     for needed in ("transformers", "deepspeed"):
         if script.startswith(needed):
             pytest.importorskip(needed, reason=f"{needed} is not installed")
-    words = [sys.executable, str(COMPARE), script, "--json", *options]
+    words = [forked_python(), str(COMPARE), script, "--json", *options]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

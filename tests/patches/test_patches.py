@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from launch import forked_python
 
 import ascend_parallel
 from ascend_parallel import SettingsError
@@ -237,9 +238,9 @@ def test_an_import_reads_the_variables_at_once_unless_the_program_is_our_own_com
     def run(*words):
         return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
 
-    program = run(sys.executable, str(script), "-m", "ascend_parallel").stdout
+    program = run(forked_python(), str(script), "-m", "ascend_parallel").stdout
     assert program.startswith("3 3 ") and "patches/megatron/layers.py column_linear" in program
-    assert run(sys.executable, "-m", "ascend_parallel", "run", str(script)).stdout == program
+    assert run(forked_python(), "-m", "ascend_parallel", "run", str(script)).stdout == program
     assert run(str(Path(sys.executable).with_name("ascend-parallel")), "run", str(script)).stdout == program
 
 
@@ -434,7 +435,7 @@ def test_run_a_script(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "code"), [(["run"], 2), (["run", "nowhere.py"], 2), (["run", "--help"], 0)])
 def test_run_without_a_script(call, code):
-    done = subprocess.run([sys.executable, "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([forked_python(), "-m", "ascend_parallel", *call], capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert "Usage" in done.stdout or "no such file: 'nowhere.py'" in done.stderr
 
@@ -444,7 +445,7 @@ def test_run_does_not_import_the_command_line(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("import sys; print([m for m in ('typer', 'rich') if m in sys.modules])")
     done = subprocess.run(
-        [sys.executable, "-m", "ascend_parallel", "run", str(script)], capture_output=True, text=True, timeout=60
+        [forked_python(), "-m", "ascend_parallel", "run", str(script)], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
 
@@ -455,7 +456,7 @@ def test_status_command():
     import os
 
     environ = {**os.environ, "COC_PARALLEL_NUM": "4"}
-    call = [sys.executable, "-m", "ascend_parallel", "status"]
+    call = [forked_python(), "-m", "ascend_parallel", "status"]
     done = subprocess.run([*call, "--json"], capture_output=True, text=True, env=environ, timeout=60)
     found = json.loads(done.stdout)
     assert found["settings"]["num_chunks"] == 4

@@ -1,63 +1,103 @@
-"""A process that has imported torch and megatron-core, and forks one that runs a program for every line it reads.
+"""A process that has imported modules, and forks one that becomes a program for each `forked_python` that asks.
 
-Started by `launch`; it has imported nothing of ascend_parallel, which each program does in its own environment. A line
-of standard input is JSON: code, environ, and the files for stdout and stderr; the answer is the process's id, and a
-line with that and the exit status when it has ended.
+    python fork_server.py SOCKET MODULE ...
+
+It has imported nothing of ascend_parallel, which each program does in its own environment. It serves until its standard
+input ends. A program that asks sends its words, variables, folder and three files, gets its process and then its exit
+status, and is killed when its `forked_python` ends.
 """
 
+import atexit
+import contextlib
+import gc
+import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
+import socket
 import sys
+import threading
 import types
-
-import megatron.core  # noqa: F401
-import torch.distributed
+from pathlib import Path
 
 import ascend_parallel_autoload
 
+OWN = sys.path.pop(0)  # of this script
+
 
 def main():
-    """Serve until standard input ends; return, in a forked process, the program that it is to run."""
+    """Serve until standard input ends; return, in a forked process, the call that it is to run."""
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()
     wake, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    waiting = selectors.DefaultSelector()
-    waiting.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    waiting.register(wake, selectors.EVENT_READ)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(sys.argv[1])
+    listening.listen(64)
+    print("ready", flush=True)
+    waiting, asked = selectors.DefaultSelector(), {}
+    for each in (sys.stdin.fileno(), wake, listening):
+        waiting.register(each, selectors.EVENT_READ)
     while True:
-        ready = {key.fd for key, _ in waiting.select()}
-        if wake in ready:
-            os.read(wake, 1024)
-            ended()
-        if sys.stdin.fileno() in ready:
-            line = read_line()
-            if not line:
+        for ready in [key.fileobj for key, _ in waiting.select()]:
+            if ready is listening:
+                connection, _ = listening.accept()
+                call, files = received(connection)
+                if (process := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (listening, connection, *asked.values()):
+                        other.close()
+                    return call, files
+                for file in files:
+                    os.close(file)
+                connection.sendall(f"{process}\n".encode())
+                asked[process] = connection
+                waiting.register(connection, selectors.EVENT_READ)
+            elif ready == wake:
+                os.read(wake, 1024)
+                for process, status in ended():
+                    answer(asked.pop(process), status, waiting)
+            elif ready == sys.stdin.fileno():
+                for process in asked:
+                    killed(process)
                 return None
-            call = json.loads(line)
-            process = os.fork()
-            if not process:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                return call
-            print(json.dumps({"process": process}), flush=True)
+            else:  # who asked has ended
+                waiting.unregister(ready)
+                killed(*(process for process, connection in asked.items() if connection is ready))
 
 
-def read_line():
-    """Return a line of standard input, unbuffered: what is behind it is still to be selected."""
-    found = b""
-    while not found.endswith(b"\n"):
-        one = os.read(sys.stdin.fileno(), 1)
-        if not one:
-            return ""
-        found += one
-    return found.decode()
+def received(connection):
+    """Return the call that a connection sends, and its three files."""
+    head, files, _, _ = socket.recv_fds(connection, 8, 3)
+    rest, text = int.from_bytes(head, "big"), b""
+    while len(text) < rest:
+        text += connection.recv(rest - len(text))
+    return json.loads(text), files
+
+
+def answer(connection, status, waiting):
+    """Tell the exit status, if somebody still asks for it."""
+    if connection in waiting.get_map():
+        waiting.unregister(connection)
+        connection.sendall(f"{status}\n".encode())
+    connection.close()
+
+
+def killed(*processes):
+    """Kill these processes with all that they started in their sessions."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
 
 
 def ended():
-    """Tell who has ended."""
+    """Yield the processes that have ended, with their exit statuses."""
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)
@@ -65,27 +105,60 @@ def ended():
             return
         if not process:
             return
-        print(json.dumps({"ended": process, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+        yield process, os.waitstatus_to_exitcode(status)
 
 
-def run(call):
+def run(call, files):
     """Become the program."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(call["folder"])
     os.environ.clear()
     os.environ.update(call["environ"])
-    for number, name in ((0, os.devnull), (1, call["stdout"]), (2, call["stderr"])):
-        opened = os.open(name, os.O_RDWR)
-        os.dup2(opened, number)
-        os.close(opened)
     # A program that ends by os._exit has said what it printed.
     sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)
+    sys.executable = call["python"]
+    os.getppid = lambda: call["parent"]
+    first, *words = call["words"]
+    kind, program = (first, words.pop(0)) if first in ("-c", "-m") else ("", first)
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    own = {"-c": "", "-m": str(Path.cwd())}.get(kind, str(Path(program).resolve().parent))
+    sys.path[:0] = [own, *folders]
+    sys.argv = [kind if kind == "-c" else program, *words]
     ascend_parallel_autoload.register()  # as `import torch` does at its end
-    program = types.ModuleType("__main__")
-    sys.modules["__main__"], sys.argv = program, ["-c"]
-    exec(compile(call["code"], "<string>", "exec"), program.__dict__)
+    if kind == "-m":
+        runpy._run_module_as_main(program)
+        return
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    file, text = "<string>", program
+    if not kind:
+        file = module.__file__ = program
+        text = Path(program).read_bytes()
+    exec(compile(text, file, "exec"), module.__dict__)
+
+
+def status_of(call, files):
+    """Run the program to its end, also what it does at its end, and return its exit status."""
+    try:
+        run(call, files)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if status and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  as python itself does
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    return status
 
 
 if __name__ == "__main__":
     found = main()
     if found is not None:
-        run(found)
+        status = status_of(*found)
+        sys.stdout.flush()
+        os._exit(status & 255)  # to free all that the server has imported would copy it

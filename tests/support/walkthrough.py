@@ -3,8 +3,9 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from launch import forked_python
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,7 +31,7 @@ def run(command, folder):
     silencing = ("OMP_NUM_THREADS", "PYTHONWARNINGS")  # a reader's shell has none of them
     kept = {name: value for name, value in os.environ.items() if "COC_" not in name and name not in silencing}
     kept |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
-    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    kept["PATH"] = f"{Path(forked_python()).parent}{os.pathsep}{kept['PATH']}"
     kept["XDG_CACHE_HOME"] = str(folder / "cache")
     words = ["bash", "-euo", "pipefail", "-c", command]
     ended = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=240, check=False)

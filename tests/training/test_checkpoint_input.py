@@ -3,12 +3,12 @@
 import json
 import struct
 import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from checkpoints import are_as_in, model_tensors, tensor_shards
+from launch import forked_python
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -169,7 +169,7 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path, to):
     path = save(tmp_path / "from", step=4, model=whole).path
     out = tmp_path / "to" / "out"
     out.parent.mkdir()
-    command = [sys.executable, "-c", CONVERT, str(path), str(out), "--to", to]
+    command = [forked_python(), "-c", CONVERT, str(path), str(out), "--to", to]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert done.stderr.lstrip().startswith("checkpoint: ")

@@ -4,12 +4,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
 import torch
+from launch import forked_python
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, load, lock, save, steps, whole_state
@@ -47,7 +47,7 @@ class Job:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", JOB, *map(str, (store, rank, seed, ROWS, int(asynchronous)))], **pipes
+                [forked_python(), "-c", JOB, *map(str, (store, rank, seed, ROWS, int(asynchronous)))], **pipes
             )
             for rank in range(2)
         ]

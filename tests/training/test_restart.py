@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 import train as example
-from launch import launch
+from launch import forked_python, launch
 
 from ascend_parallel.training import rank_watch
 from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats, RankWatch
@@ -53,7 +53,7 @@ def trained_here(_group, words):
 
 def restarted(words):
     """Run the example on 4 ranks under torchrun; return what it says on stderr, and the losses."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"]
+    command = [forked_python(), "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"]
     command += ["--standalone", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, check=False)

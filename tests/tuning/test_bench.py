@@ -5,12 +5,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch import forked_python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,7 +28,7 @@ FEW = ("--rounds", "3", "--chunks", "2,4")
 
 def command(*arguments, **variables):
     environ = {name: value for name, value in os.environ.items() if "COC" not in name}
-    words = [sys.executable, "-m", "ascend_parallel", *arguments]
+    words = [forked_python(), "-m", "ascend_parallel", *arguments]
     environ |= {"COLUMNS": "200", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200)
 

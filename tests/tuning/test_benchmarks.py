@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from launch import forked_python
 
 from ascend_parallel.ops import shm
 
@@ -49,7 +50,7 @@ def test_a_benchmark_prints_its_table(script):
     if script == "fused.py" and isinstance(shm.extension(), str):
         pytest.skip("the C++ extension is not built")
     name, *flags = script.split()
-    words = [sys.executable, str(FOLDER / name), *flags, *SMALLEST[script]]
+    words = [forked_python(), str(FOLDER / name), *flags, *SMALLEST[script]]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     assert ("| --- |" in ended.stdout) or script == "timeline_cost.py"
