@@ -47,8 +47,9 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, order, dims = (*args, 2, None)[:3] if len(args) < 3 else args[:3]
-    if order != 2 or dims is not None or kwargs or len(args) > 3 or not _sharded(x):
+    x, *given = args
+    order, dims, *more = (*given, *(2, None)[len(given) :])
+    if order != 2 or dims is not None or more or kwargs or not _sharded(x):
         return _by_torch(operator, args, kwargs)
     return _norm_of(x)
 
