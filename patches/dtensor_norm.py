@@ -47,9 +47,9 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, *given = args
-    order, dims, *more = (*given, *(2, None)[len(given) :])
-    if order != 2 or dims is not None or more or kwargs or not _sharded(x):
+    x, order = args[0], args[1] if len(args) > 1 else 2
+    of_all = all(option is None for option in args[2:3]) and len(args) < 4
+    if order != 2 or not of_all or kwargs or not _sharded(x):
         return _by_torch(operator, args, kwargs)
     return _norm_of(x)
 
