@@ -15,15 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ascend_parallel.settings import (
-    CALLS,
     CONFIG_VARIABLE,
     KNOWN_VARIABLES,
     LOG_LEVELS,
-    LONGEST,
-    MODES,
-    MOST_ROWS,
-    RAREST,
-    SWITCHES,
     TP,
     VARIABLES,
     Settings,
@@ -116,7 +110,7 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse(variable: str, name: str, text: str) -> Any:
     """Return the value of the field `name` from the text of its variable."""
     word, number = text.strip(BLANKS), whole(text)
-    if name in SWITCHES:
+    if name in Settings.switches():
         require(variable, text, word in ("0", "1"), "0 or 1")
         return word == "1"
     if name == "deterministic":
@@ -135,18 +129,9 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return word.lower()
     if name == "num_chunks":
         return "auto" if word.lower() == "auto" else whole_number(variable, text if number is None else number)
-    least, most, what = _NUMBERS[name]
+    least, most, what = Settings.NUMBERS[name]
     require(variable, text, number is not None and least <= number <= most, what)
     return number
-
-
-# Fields that are whole numbers: the smallest and the largest allowed value, and the text of the error.
-_NUMBERS = {
-    "mode": (min(MODES), max(MODES), "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
-    "verify_every": (0, RAREST, CALLS),
-    "chunk_rows": (1, MOST_ROWS, f"whole rows from 1 to {MOST_ROWS}"),
-    "time_limit": (1, LONGEST, f"whole seconds from 1 to {LONGEST}"),
-}
 
 
 def _known(values: Mapping[str, Any], place: str) -> dict[str, Any]:

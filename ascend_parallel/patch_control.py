@@ -25,6 +25,7 @@ from ascend_parallel.diagnostics.verify import LEDGER, Verification
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm_extension
+from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches.applied import NOTHING, Patches, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
@@ -278,15 +279,12 @@ class PatchControl:
 
 
 def _kernels() -> dict[str, str]:
-    kernel = shm_extension.extension()
-    return {
-        "npu": "available" if is_installed("torch_npu") else "torch_npu is not installed",
-        "shm": kernel if isinstance(kernel, str) else "available",
-        "chunked": "available",
-        "reference": "available",
-        "ordered": "available",
-        "tree": "available",
-    }
+    states = dict.fromkeys(KERNELS, "available")
+    if not is_installed("torch_npu"):
+        states["npu"] = "torch_npu is not installed"
+    if isinstance(missing := shm_extension.extension(), str):
+        states["shm"] = missing
+    return states
 
 
 CONTROL = PatchControl()
@@ -333,9 +331,9 @@ def register_symm_mem() -> tuple[str, ...]:
     nothing. Call it on every rank before torch.compile runs. See docs/symm_mem.md.
     """
     # Imports torch's private library of these operators, which no other program needs.
-    from ascend_parallel.patches.symm_mem.registration import register
+    from ascend_parallel.patches.symm_mem.registration import REGISTRATION
 
-    return register()
+    return REGISTRATION.register()
 
 
 def unregister_symm_mem() -> None:
@@ -343,6 +341,6 @@ def unregister_symm_mem() -> None:
 
     Programs that were compiled with the kernels have to be compiled again (``torch._dynamo.reset()``).
     """
-    from ascend_parallel.patches.symm_mem.registration import unregister
+    from ascend_parallel.patches.symm_mem.registration import REGISTRATION
 
-    unregister()
+    REGISTRATION.unregister()

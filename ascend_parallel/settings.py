@@ -8,12 +8,14 @@ file that COC_CONFIG names. environment.py reads both.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import inf
+from typing import Any, ClassVar
 
 from ascend_parallel.ops.problem import TP
-from ascend_parallel.ops.settings import LONGEST, MODES, MOST_ROWS, ChunkPlan, OperatorSettings, require_switch
+from ascend_parallel.ops.settings import Bounds, ChunkPlan, OperatorSettings
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
 
 ORDERS = ("auto", "compute_first", "communicate_first")
@@ -21,19 +23,6 @@ MOST_PASSES = 1_000_000
 RAREST = 999_999_999
 FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-CALLS = f"0 (off) or a whole number of calls from 1 to {RAREST}"
-
-# Fields that are true or false.
-SWITCHES = (
-    "fused",
-    "matmul_soc_friendly",
-    "enable_coc_in_column_backward",
-    "recompute_all_gather",
-    "strict",
-    "auto",
-    "take_over",
-    "split_weight_gradient",
-)
 
 # Field of Settings -> environment variable that sets it.
 VARIABLES = {
@@ -105,6 +94,13 @@ class Settings(OperatorSettings):
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
 
+    NUMBERS: ClassVar[Mapping[str, Bounds]] = {
+        **OperatorSettings.NUMBERS,
+        "timeline_passes": (1, MOST_PASSES, f"1 to {MOST_PASSES}"),
+        "verify_every": (0, RAREST, f"0 (off) or a whole number of calls from 1 to {RAREST}"),
+        "region_rows": (1, inf, "a whole number of rows, 1 or more"),
+    }
+
     enable_coc_in_column_backward: bool = False
     recompute_all_gather: bool = True
     order: str = "auto"
@@ -123,10 +119,6 @@ class Settings(OperatorSettings):
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
         super().__post_init__()
-        require_switch("enable_coc_in_column_backward", self.enable_coc_in_column_backward)
-        require_switch("recompute_all_gather", self.recompute_all_gather)
-        require_switch("take_over", self.take_over)
-        require_switch("split_weight_gradient", self.split_weight_gradient)
         if self.split_weight_gradient and self.deterministic:
             asked = TP if self.deterministic == TP else 1
             raise SettingsError(
@@ -141,24 +133,17 @@ class Settings(OperatorSettings):
             )
         allowed = isinstance(self.region, bool) or self.region == "auto"
         require("region", self.region, allowed, 'true, false or "auto"')
-        least = self.region_rows
-        require("region_rows", least, type(least) is int and least >= 1, "a whole number of rows, 1 or more")
         named = self.frameworks
         known = named is None or (isinstance(named, tuple) and named and all(name in FRAMEWORKS for name in named))
         require("frameworks", named, bool(known), f"one or more of {', '.join(FRAMEWORKS)}")
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
-        every, error = self.verify_every, self.verify_limit
-        require("verify_every", every, type(every) is int and 0 <= every <= RAREST, CALLS)
+        error = self.verify_limit
         allowed = error is None or (type(error) in (int, float) and 0 <= error < 1)
         require("verify_limit", error, allowed, "a number from 0 to less than 1, such as 0.02")
         level = self.log_level
         require("log_level", level, level is None or level in LOG_LEVELS, "debug, info, warning or error")
-        folder = self.timeline
-        require("timeline", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
-        folder = self.digests
-        require("digests", folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
-        kept = self.timeline_passes
-        require("timeline_passes", kept, type(kept) is int and 1 <= kept <= MOST_PASSES, f"1 to {MOST_PASSES}")
+        for name, folder in (("timeline", self.timeline), ("digests", self.digests)):
+            require(name, folder, folder is None or (isinstance(folder, str) and folder.strip() != ""), "a folder")
 
     __hash__ = OperatorSettings.__hash__
 
@@ -205,10 +190,7 @@ def current_settings() -> Settings:
 
 
 __all__ = [
-    "LONGEST",
     "MAX_CHUNKS",
-    "MODES",
-    "MOST_ROWS",
     "TP",
     "ChunkPlan",
     "Settings",

@@ -48,16 +48,23 @@ class BlockedFeatures:
     parts
         The number of features of each packed part on this rank: one part, or those of a fused weight, such as
         [gate; up]. Block b holds the b-th of `count` equal shares of every part.
-    count
-        The blocks on this rank.
+    ranks
+        The ranks that share the dimension.
     """
 
     parts: tuple[int, ...]
-    count: int
+    ranks: int
+
+    @property
+    def count(self) -> int:
+        """The blocks on this rank."""
+        return BLOCKS // self.ranks
 
     @property
     def refusal(self) -> str | None:
         """Why the features cannot be cut into the blocks, or None."""
+        if BLOCKS % self.ranks:
+            return f"{self.ranks} ranks are not 1, 2, 4 or {BLOCKS}"
         for features in self.parts:
             if not features or features % self.count:
                 return f"{features} features of a rank cannot be cut into {self.count} equal blocks"
@@ -84,6 +91,11 @@ class BlockedFeatures:
         """Return the columns of block `index` of x_m [M, features], contiguous."""
         blocks = [x_m[:, place] for place in self.slices(index)]
         return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0].contiguous()
+
+    def blocks_of(self, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Return the blocks of a tensor along dimension `dim`, each as rows [all other elements, share], contiguous."""
+        rows = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
+        return [self.columns(rows, index) for index in range(self.count)]
 
     def rows(self, w: torch.Tensor, index: int) -> torch.Tensor:
         """Return the rows of block `index` of w [features, N]: contiguous, or transposed as w is."""

@@ -231,8 +231,10 @@ def _place(expert_group: ExpertGroup, came_back: torch.Tensor, x: torch.Tensor) 
     compute(BESIDE, "place rows", expert_group.place, came_back, x)
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[list[int]], list[list[int]]]:
-    """Return ``sent[rank][expert]`` and ``received[rank][expert]`` from counts [R, E] of the rows to send.
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, RowCounts]:
+    """Return how many rows this rank's experts get from each rank, [R, E], and all counts on the host.
+
+    counts  [R, E], of the rows to send
 
     An all-to-all of R x E integers, and a synchronisation of the host. Raises `CollectiveError` if a rank fails.
     """
@@ -243,7 +245,7 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[lis
         pending.launch(all_to_all, received, counts, each, each, group)
     pending.wait()
     sent, came = torch.stack([counts, received]).tolist()
-    return sent, came
+    return received, RowCounts(sent=sent, received=came)
 
 
 def all_to_all(

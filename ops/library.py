@@ -86,27 +86,13 @@ def _all_gather_matmul(
     )
 
 
-@_matmul_all_reduce.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, group_name: str, chunks: Sequence[int]) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[1])
-
-
-@_matmul_all_reduce_int8.register_fake
-def _(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group_size: int,
-    group_name: str,
-    chunks: Sequence[int],
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[1])
-
-
-@_matmul_reduce_scatter.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, group_name: str, chunks: Sequence[int]) -> torch.Tensor:
-    return x.new_empty(scattered_shape(x.shape, _group(group_name).size(), w.shape[1]))
+_matmul_all_reduce.register_fake(lambda x, w, group_name, chunks: x.new_empty(*x.shape[:-1], w.shape[1]))
+_matmul_all_reduce_int8.register_fake(
+    lambda x, values, scale, offset, group_size, group_name, chunks: x.new_empty(*x.shape[:-1], values.shape[1])
+)
+_matmul_reduce_scatter.register_fake(
+    lambda x, w, group_name, chunks: x.new_empty(scattered_shape(x.shape, _group(group_name).size(), w.shape[1]))
+)
 
 
 @_all_gather_matmul.register_fake

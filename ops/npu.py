@@ -39,7 +39,6 @@ __all__ = [
     "hccl_name",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
-    "set_hccl_name",
     "soc_name",
     "supports",
 ]
@@ -143,11 +142,6 @@ def hccl_name(group: dist.ProcessGroup) -> str:
         name = str(backend.get_hccl_comm_name(dist.get_rank()))
         _HCCL_NAMES[group] = name
     return name
-
-
-def set_hccl_name(group: dist.ProcessGroup, name: str) -> None:
-    """Set HCCL's name of `group` without asking its backend (in tests the backend is gloo)."""
-    _HCCL_NAMES[group] = name
 
 
 @lru_cache(maxsize=1)

@@ -165,44 +165,26 @@ def run_all_gather_matmul(
     layout: str = ANY,
     each: chunked.EachRows | None = None,
     parts: tuple[int, ...] = (),
+    multiplies: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K]: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
     None: fused kernels then need not store it. `layout` and `parts` as in `start_matmul_all_reduce`. `each` is called
-    for the rows of each chunk; the chunked kernel alone does so.
+    for the rows of each chunk; the chunked kernel alone does so. With multiplies=False the collectives run alone, those
+    that other ranks run around their matmul, and the first result is undefined; of w only shape and dtype count.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     with autocast_off(x_shard):
         x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
         kernel, options = kernel_of(choice), dict(choice.options)
+        if not multiplies and choice.kernel not in FUSED:  # these multiply by a tensor alone
+            right = NoProduct(w.shape)
         if choice.kernel == "chunked":
             options["each"] = each
         with in_timeline(choice, group):
             y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m
-
-
-def gather_as_matmul(
-    x_shard: torch.Tensor,
-    w: torch.Tensor,
-    group: dist.ProcessGroup,
-    settings: OperatorSettings,
-    *,
-    layout: str = ANY,
-    parts: tuple[int, ...] = (),
-) -> torch.Tensor:
-    """Return ``all_gather(x_shard)`` [M, K] by the collectives of `run_all_gather_matmul`, which other ranks may call.
-
-    Of w [K, N] only shape and dtype count.
-    """
-    x_m, _, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
-    right = w if choice.kernel in FUSED else NoProduct(w.shape)
-    with in_timeline(choice, group):
-        _, gathered = kernel_of(choice)(x_m, right, group, choice.sizes, keep_gathered=True, **dict(choice.options))
-    assert gathered is not None
-    rows: torch.Tensor = gathered
-    return rows
 
 
 def run_matmul(
@@ -222,9 +204,9 @@ def run_matmul(
     problem = Problem(
         ALL_GATHER, x_m.shape[0], w.shape[0], w.shape[1], x.dtype, x.device.type, group.size(), parts=parts
     )
-    if refusal := tree.shared_features_refusal(problem):
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
     tile, features = degree_tile(x_m.shape[0]), tree.features_of(problem)
+    if refusal := features.refusal:
+        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
     return shaped(tree.matmul(x_m, w, row_tile=tile, features=features), (*x.shape[:-1], w.shape[1]))
 
 
@@ -349,7 +331,7 @@ def _choice_of_operands(call: OperatorCall) -> Choice:
     return choice
 
 
-def _prepare(call: OperatorCall) -> tuple[Input, Weight | MultipliedRows, Choice]:
+def _prepare(call: OperatorCall) -> tuple[Input, Weight | MultipliedRows | NoProduct, Choice]:
     """Return the operands as the chosen kernel takes them, and the choice."""
     x, w, settings = call.x, call.w, call.settings
     choice = _choice_of_operands(call)

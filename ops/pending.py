@@ -40,32 +40,22 @@ class Pending:
     collective outlives its buffers.
     """
 
-    __slots__ = ("_count", "_group", "_operator", "_recorded", "_tensor", "_works", "sizes")
+    __slots__ = ("_count", "_operator", "_recorded", "_works", "group", "sizes", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1, sizes: Sizes = ()
     ) -> None:
-        """Hold `tensor`, the result of `operator` on `group`; the operator launches `count` collectives.
+        """Hold `tensor`, the result, maybe unfinished, of `operator` on `group`, which launches `count` collectives.
 
         sizes: the rows that each collective finishes, in order; empty: only all of them together finish rows.
         """
         self.sizes = sizes
-        self._tensor = tensor
+        self.tensor = tensor
         self._operator = operator
-        self._group = group
+        self.group = group
         self._count = count
         self._works: list[Work] = []
         self._recorded = RECORDING.communication(operator, group, tensor)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor, possibly unfinished."""
-        return self._tensor
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group of the collectives."""
-        return self._group
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
         """Start a collective by ``start(*args, **kwargs)``; `wait` waits for it."""
@@ -73,7 +63,7 @@ class Pending:
             work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
         except RuntimeError as error:
             raise self._failure(len(self._works), error) from error
-        self._works.append(limited(work, self._group, self._tensor.device))
+        self._works.append(limited(work, self.group, self.tensor.device))
 
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
@@ -118,7 +108,7 @@ class Pending:
         for index, _ in enumerate(self._works):
             self.wait_for(index)
         self._works.clear()
-        return self._tensor
+        return self.tensor
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -149,7 +139,7 @@ class Pending:
         self._works.clear()
 
     def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
-        return _failure(f"{self._operator}, collective {index + 1} of {self._count},", self._group, error)
+        return _failure(f"{self._operator}, collective {index + 1} of {self._count},", self.group, error)
 
 
 class NamedWork:

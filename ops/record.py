@@ -261,23 +261,6 @@ def recorded_pass(ctx: Any, kind: str, direction: str, device: str) -> Iterator[
         yield
 
 
-def recorded_layer(kind: str, direction: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Run an autograd function's ``forward(ctx, x, ...)`` or ``backward(ctx, dy, ...)`` in `recorded_pass`."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            if RECORDING.recorder is None:
-                return function(*args, **kwargs)
-            x: Any = args[1]
-            with recorded_pass(args[0], kind, direction, x.device.type):
-                return function(*args, **kwargs)
-
-        return run
-
-    return decorate
-
-
 def _workers(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return how many collectives of `group` run at a time: the number of gloo's threads, 1 on other backends."""
     backend: Any = group._get_backend(device)

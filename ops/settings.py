@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from math import inf
+from typing import Any, ClassVar, Protocol
 
 from ascend_parallel.ops.problem import FUSED_RANKS, TP
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
-MODES = (-1, 0, 1, 2)
 COMM_MODES = ("ai_cpu", "aiv", "ccu")
-LONGEST = 86400
-MOST_ROWS = 1_000_000
+
+Bounds = tuple[float, float, str]
+"""The smallest and the largest allowed value of a whole number, and what to give."""
 
 
 class ChunkPlan(Protocol):
@@ -76,6 +77,14 @@ class OperatorSettings:
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
 
+    NUMBERS: ClassVar[Mapping[str, Bounds]] = {
+        "mode": (-1, 2, "-1 (the other settings decide), 0 (original), 1 (no chunks) or 2 (overlapped)"),
+        "k_min": (1, inf, "a whole number of elements, 1 or more"),
+        "k_max": (1, inf, "a whole number of elements, 1 or more"),
+        "chunk_rows": (1, 1_000_000, "whole rows from 1 to 1000000"),
+        "time_limit": (1, 86400, "whole seconds from 1 to 86400"),
+    }
+
     num_chunks: int = 1
     fused: bool = False
     mode: int = -1
@@ -96,22 +105,18 @@ class OperatorSettings:
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
         whole_number("num_chunks", self.num_chunks)
-        for name in ("fused", "matmul_soc_friendly", "strict", "auto"):
-            require_switch(name, getattr(self, name))
+        for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self)):
+            if name in self.switches():
+                require(name, value, isinstance(value, bool), "true or false")
+            elif name in self.NUMBERS:
+                least, most, what = self.NUMBERS[name]
+                require(name, value, type(value) is int and least <= value <= most, what)
         orders = isinstance(self.deterministic, bool) or self.deterministic == TP
         require("deterministic", self.deterministic, orders, 'true, false or "tp"')
-        require("mode", self.mode, type(self.mode) is int and self.mode in MODES, "-1, 0, 1 or 2")
         allowed = self.comm_mode is None or self.comm_mode in COMM_MODES
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
         allowed = type(self.fused_ranks) is int and self.fused_ranks in FUSED_RANKS
         require("fused_ranks", self.fused_ranks, allowed, " or ".join(map(str, FUSED_RANKS)))
-        limit = self.time_limit
-        require("time_limit", limit, type(limit) is int and 1 <= limit <= LONGEST, f"whole seconds from 1 to {LONGEST}")
-        rows = self.chunk_rows
-        require("chunk_rows", rows, type(rows) is int and 1 <= rows <= MOST_ROWS, f"whole rows from 1 to {MOST_ROWS}")
-        for name in ("k_min", "k_max"):
-            value = getattr(self, name)
-            require(name, value, type(value) is int and value >= 1, "a whole number of elements, 1 or more")
         require("k_min", self.k_min, self.k_min <= self.k_max, f"at most k_max ({self.k_max})")
         path = self.tune
         require(
@@ -124,6 +129,11 @@ class OperatorSettings:
             )
         if not isinstance(self.customized_coc, ShapeTable):
             object.__setattr__(self, "customized_coc", ShapeTable(self.customized_coc))
+
+    @classmethod
+    def switches(cls) -> tuple[str, ...]:
+        """Return the fields that are true or false."""
+        return tuple(f.name for f in dataclasses.fields(cls) if f.type == "bool")
 
     def __hash__(self) -> int:
         """Return the hash of the fields, cached: every call of an operator looks it up."""
@@ -159,8 +169,3 @@ class OperatorSettings:
     def enabled(self) -> bool:
         """Whether layers are replaced."""
         return self.effective_mode != 0
-
-
-def require_switch(name: str, value: object) -> None:
-    """Raise `SettingsError` unless `value` is true or false."""
-    require(name, value, isinstance(value, bool), "true or false")

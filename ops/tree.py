@@ -42,20 +42,13 @@ def supports(problem: Problem) -> str | None:
         return "int8 weights have no products in blocks"
     if problem.operator != ALL_REDUCE and problem.m % BLOCKS:
         return f"{problem.m} rows, which ranks share, are not a multiple of {BLOCKS}"
-    return shared_features_refusal(problem)
-
-
-def shared_features_refusal(problem: Problem) -> str | None:
-    """Return the reason why the features that ranks share cannot be cut into the blocks, or None."""
-    if BLOCKS % problem.ranks:
-        return f"{problem.ranks} ranks are not 1, 2, 4 or {BLOCKS}"
     return features_of(problem).refusal
 
 
 def features_of(problem: Problem) -> BlockedFeatures:
     """Return the blocks of the features that ranks share: of N for a gather, else of K."""
     features = problem.n if problem.operator == ALL_GATHER else problem.k
-    return BlockedFeatures(problem.parts or (features,), BLOCKS // problem.ranks)
+    return BlockedFeatures(problem.parts or (features,), problem.ranks)
 
 
 def matmul_all_reduce(

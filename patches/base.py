@@ -30,8 +30,8 @@ class ConflictError(RuntimeError):
 class Patch:
     """The replacement of a method.
 
-    module, owner, method
-        The target: ``module.owner.method``.
+    target
+        The full name of the replaced method: ``module.class.method``.
     replacement
         Returns the new method, given the original method.
     parameters
@@ -44,9 +44,7 @@ class Patch:
         Whether the class inherits the method, as modules do ``__call__``; the replacement is then added to the class.
     """
 
-    module: str
-    owner: str
-    method: str
+    target: str
     replacement: Callable[[Function], Function]
     parameters: tuple[str, ...] | None
     reason: str
@@ -54,9 +52,19 @@ class Patch:
     inherited: bool = False
 
     @property
-    def target(self) -> str:
-        """The full name of the replaced method."""
-        return f"{self.module}.{self.owner}.{self.method}"
+    def module(self) -> str:
+        """The module that holds the class."""
+        return self.target.rsplit(".", 2)[0]
+
+    @property
+    def owner(self) -> str:
+        """The name of the class."""
+        return self.target.rsplit(".", 2)[1]
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.target.rsplit(".", 2)[2]
 
     def holder(self) -> type:
         """Import the module and return the class that holds the method.
@@ -274,11 +282,15 @@ def full_name(kind: object) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
 
 
-def defined_in(function: object, module: ModuleType) -> bool:
-    """Tell whether a function was defined in `module` and is no wrapper under its name."""
-    return (
-        inspect.isfunction(function) and function.__globals__ is vars(module) and not hasattr(function, "__wrapped__")
-    )
+def defined_in(
+    function: object, module: ModuleType, may_wrap: Callable[[Function], bool] = lambda wrapper: False
+) -> bool:
+    """Tell whether a function was defined in `module`, and wrapped by functions for which `may_wrap` is true alone."""
+    while inspect.isfunction(function):
+        if (wrapped := getattr(function, "__wrapped__", None)) is None:
+            return function.__globals__ is vars(module)
+        function = wrapped if may_wrap(function) else None
+    return False
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import (
-    Begin,
-    Product,
-    WeightGradient,
-    sum_over_rows,
-)
+from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 
 
 class BatchFirstWeightGradient(WeightGradient):
@@ -23,21 +17,8 @@ class BatchFirstWeightGradient(WeightGradient):
         super().__init__(begin)
         self._batch = batch
 
-    def compute(
-        self,
-        x_m: torch.Tensor,
-        dy_m: torch.Tensor,
-        out: torch.Tensor | None = None,
-        product: Product | None = None,
-    ) -> torch.Tensor | None:
-        """Return ``dy_m.t() @ x_m`` [N, K] of rows that are put in order: x_m [M, K], dy_m [M, N]."""
-        return super().compute(self._ordered(x_m), self._ordered(dy_m), out, product)
-
-    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_rows) -> torch.Tensor:
-        """Return the bias's gradient [N]: dy_m [M, N]."""
-        return super().bias(self._ordered(dy_m), total)
-
-    def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows in the order of [batch, sequence]."""
         return rows.view(-1, self._batch, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)
 
 

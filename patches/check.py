@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.diagnostics.verify import (
@@ -41,7 +41,7 @@ from ascend_parallel.overlap.choices import (
     row_operators,
 )
 from ascend_parallel.overlap.quantised import int8_weight
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import exchange
@@ -149,12 +149,9 @@ class Check:
         LEDGER.rank = dist.get_rank()
 
     def run(self, call: CheckedCall) -> Any:
-        """Run the call; return what it returns."""
+        """Run the call and the original code, and compare their results; return what the call returned."""
         self._confirm_same_call(call)
-        return call.run(self._begin if self._graded else None)
-
-    def compare(self, call: CheckedCall, returned: Any) -> None:
-        """Run the original code and compare its results with those of `run`, whose rows are finished by now."""
+        returned = call.run(self._begin if self._graded else None)
         with hide_from_selective_checkpoint(), torch.set_grad_enabled(self._graded):
             self._operators = call.operators()
             results = call.results(returned)
@@ -163,6 +160,7 @@ class Check:
             self._judge("forward", {name: (y.detach(), expected[name], 0.0) for name, y in results.items()})
             if self._graded:
                 self._hook(call, results)
+        return returned
 
     def _hook(self, call: CheckedCall, results: Tensors) -> None:
         """Have autograd give the gradients of results and operands to this check."""
@@ -224,8 +222,7 @@ class Check:
         for name, expected in zip((name for name in aliases if aliases[name].requires_grad), by_original, strict=True):
             gradient = gradients[name]
             if isinstance(gradient, str):
-                text = f"{self._record.layer}: the {name} gradient {gradient} and is not checked"
-                LEDGER.note(text, dist.get_rank())
+                LEDGER.note(f"{self._record.layer}: the {name} gradient {gradient} and is not checked")
             else:
                 by_call, rounding = gradient
                 by_call = torch.zeros_like(expected) if by_call is None else by_call
@@ -243,15 +240,9 @@ class Check:
     @contextmanager
     def _beside_run(self) -> Iterator[None]:
         """Run the original code as the call ran, hidden from the run: its random states, hooks and autocast's cache."""
-        device = self._device
         enabled, dtype = self._autocast
-        devices = [] if device.type == "cpu" else [device.index]
-        with (
-            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-            torch.autocast(device.type, dtype, enabled, cache_enabled=False),
-            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-            self._rules.beside_run(),
-        ):
+        autocast = torch.autocast(self._device.type, dtype, enabled, cache_enabled=False)
+        with without_trace(self._device), autocast, self._rules.beside_run():
             yield
 
     def _confirm_same_call(self, call: CheckedCall) -> None:
@@ -278,7 +269,7 @@ class Check:
         for quantity, apart_by in apart.items():
             if apart_by.skipped:
                 where = f"{self._record.layer}: where the original's {quantity} is not finite"
-                LEDGER.note(f"{where} it is not compared", dist.get_rank())
+                LEDGER.note(f"{where} it is not compared")
         errors = {quantity: apart_by.error for quantity, apart_by in apart.items()}
         over = {quantity: error for quantity, error in errors.items() if not error <= self._limit}
         worst = max(over, key=lambda quantity: over[quantity], default=None)
@@ -321,31 +312,14 @@ class Verifier:
     """Checks the first call of each patched layer, then every N-th call."""
 
     def __init__(
-        self,
-        settings: Settings,
-        confirm: Callable[[dist.ProcessGroup], Callable[[], None]],
-        by: str,
-        beside_run: Callable[[], AbstractContextManager[None]],
+        self, every: int, confirm: Callable[[dist.ProcessGroup], Callable[[], None]], rules: CheckRules
     ) -> None:
-        """Count from zero; `settings` has the interval and the error limit.
-
-        ``confirm(group)()`` compares the settings of the group's ranks; `by` and `beside_run` as in `CheckRules`.
-        """
-        self._every, self._confirm = settings.verify_every, confirm
-        self._rules = CheckRules(settings.verify_limit, by, beside_run)
+        """Count from zero; ``confirm(group)()`` compares the settings of the group's ranks."""
+        self._every, self._confirm, self._rules = every, confirm, rules
         self._calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
     def run(self, call: CheckedCall) -> Any:
-        """Run the call; if its check is due, also run the original and compare."""
-        returned, compare = self.start(call)
-        if compare is not None:
-            compare()
-        return returned
-
-    def start(self, call: CheckedCall) -> tuple[Any, Callable[[], None] | None]:
-        """Run the call; return also what runs the original and compares, or None if the check of this call is not due.
-
-        A call may return rows that are not finished: compare once they are.
+        """Run the call; if its check is due, also run the original and compare.
 
         Calls with and without gradients are counted separately: activation recomputation alternates between the two,
         so an even N would check only one kind. If a due call does not reach its check (recomputation may stop early),
@@ -356,31 +330,26 @@ class Verifier:
         graded = call.graded
         if calls.left[graded]:
             calls.left[graded] -= 1
-            return call.run(None), None
+            return call.run(None)
         if call.operands["input"].is_cuda and torch.cuda.is_current_stream_capturing():
-            self.note("calls captured in a CUDA graph are not checked")
-            return call.run(None), None
+            LEDGER.note("calls captured in a CUDA graph are not checked")
+            return call.run(None)
         self._confirm(call.group)()
-        check = Check(call, calls.total, self._rules)
-        returned = check.run(call)
-
-        def compare() -> None:
-            check.compare(call, returned)
-            calls.left[graded] = self._every - 1
-
-        return returned, compare
-
-    def note(self, text: str) -> None:
-        """Note a fact that limits the checks."""
-        LEDGER.note(text, dist.get_rank() if dist.is_initialized() else 0)
+        returned = Check(call, calls.total, self._rules).run(call)
+        calls.left[graded] = self._every - 1
+        return returned
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearOperators:
-    """The operators that a call of a linear layer ran, in words; x and the weight as the layer was called with.
+class CheckedLinear:
+    """A call of a linear layer that is checked.
 
     kind
         "column" or "row".
+    x, weight
+        What the layer multiplies.
+    settings
+        Returns the operators' settings; called after the layer, when this needs no communication.
     reduces
         Whether the input gradient of a column layer is summed.
     """
@@ -390,38 +359,54 @@ class LinearOperators:
     x: torch.Tensor
     weight: torch.Tensor
     group: dist.ProcessGroup
-    settings: Settings
-    dtype: torch.dtype
-    sequence_parallel: bool = False
+    settings: Callable[[], Settings]
+    sequence_parallel: bool
     reduces: bool = True
 
-    def __call__(self, direction: str) -> str:
+    def beside(
+        self,
+        original: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        run: Callable[[Begin | None], Any],
+        **options: Any,
+    ) -> CheckedCall:
+        """Return the call beside ``original(x, weight)``; `run` returns the output, alone or first.
+
+        options: those of `CheckedCall` beside the operands.
+        """
+        backward_operands = functools.partial(linear_operands, self.x.shape, self.group.rank())
+        return CheckedCall(
+            layer=self.layer,
+            path=f"{self.kind}, sequence parallel" if self.sequence_parallel else self.kind,
+            group=self.group,
+            operands={"input": self.x, "weight": self.weight},
+            run=run,
+            results=lambda returned: {"output": returned[0] if isinstance(returned, tuple) else returned},
+            original=lambda operands: {"output": original(operands["input"], operands["weight"])},
+            operators=lambda: functools.partial(self._ran, self.settings(), operand_dtype(self.x)),
+            **{"backward_operands": backward_operands, **options},
+        )
+
+    def _ran(self, settings: Settings, dtype: torch.dtype, direction: str) -> str:
         """Return a sentence with the kernels and chunks of the pass's operators."""
-        column, settings = self.kind == "column", self.settings
-        (n, k), m = self.weight.shape, self.x.shape[:-1].numel()
+        column, (n, k), m = self.kind == "column", self.weight.shape, self.x.shape[:-1].numel()
         layer_operators = column_operators if column else row_operators
         operators = layer_operators(m, k, n, self.group.size(), self.sequence_parallel)
         if direction == "backward":
             settings = column_backward_settings(settings) if column else backward_settings(settings)
             unreduced = column and not self.sequence_parallel and not self.reduces
             operators = operators if self.x.requires_grad and not unreduced else []
-        texts = [self._operator(operator, settings) for operator in operators if operator.run == direction]
+        texts = [self._operator(operator, settings, dtype) for operator in operators if operator.run == direction]
         return f"Its {direction} ran {', '.join(texts) or 'no operator'}"
 
-    def _operator(self, operator: LayerOperator, settings: Settings) -> str:
+    def _operator(self, operator: LayerOperator, settings: Settings, dtype: torch.dtype) -> str:
         m, k, n = operator.m, operator.k, operator.n
-        problem = Problem(operator.operator, m, k, n, self.dtype, self.x.device.type, self.group.size())
+        problem = Problem(operator.operator, m, k, n, dtype, self.x.device.type, self.group.size())
         int8 = int8_weight(self.layer)
         if int8 is not None and operator.operator == ALL_REDUCE:
             problem = with_scales(problem, int8)
         # The operator has run, so its choice is cached and needs no communication.
         choice = choice_for(problem, self.group, settings, self.weight.device, operator.layout)
         return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
-
-
-def linear_path(kind: str, sequence_parallel: bool) -> str:
-    """Return the path of a call of a linear layer, in words."""
-    return f"{kind}, sequence parallel" if sequence_parallel else kind
 
 
 def linear_operands(

@@ -23,9 +23,7 @@ from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import defined_in, full_name
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
-from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.pass_times import Case
 
 # Of a configuration of transformers: probabilities with which functions drop elements of attention.
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -72,7 +70,10 @@ class InstalledLayers(Framework):
         self._without_dropout: WeakSet[Any] = WeakSet()
 
     def put_in_force(self) -> None:
-        """Have installed forwards run with these settings, and with them DTensor's norms if they have to be."""
+        """Have installed forwards run with these settings, and with them DTensor's norms if they have to be.
+
+        Forwards that were installed under earlier patches are overlapped again.
+        """
         self._in_force.framework = self
         if self.settings.at_every_degree:
             install_norms()
@@ -101,10 +102,6 @@ class InstalledLayers(Framework):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the framework's own forward of `layer` must run, or None."""
         return installed_on(layer).uncovered(layer)
-
-    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`; None: of experts, whose matmuls are the framework's."""
-        return None if kind == "experts" else case_of(kind, x, weight, **options)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """No feature of these frameworks overlaps the same layers eagerly; COC_DETERMINISTIC=tp excludes dropout."""

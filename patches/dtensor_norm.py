@@ -47,8 +47,9 @@ def _handlers() -> dict[Any, Any]:
 
 
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, order, dims = (*args, 2, None)[:3] if len(args) < 3 else args[:3]
-    if order != 2 or dims is not None or kwargs or len(args) > 3 or not _sharded(x):
+    x, order = args[0], args[1] if len(args) > 1 else 2
+    of_all = all(option is None for option in args[2:3]) and len(args) < 4
+    if order != 2 or not of_all or kwargs or not _sharded(x):
         return _by_torch(operator, args, kwargs)
     return _norm_of(x)
 
@@ -91,13 +92,11 @@ def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, gr
     features
         Of all ranks, for each packed part.
     """
-    blocked = BlockedFeatures(tuple(each // group.size() for each in features), BLOCKS // group.size())
-    if BLOCKS % group.size() or blocked.refusal or sum(blocked.parts) != local.shape[dim]:
+    blocked = BlockedFeatures(tuple(each // group.size() for each in features), group.size())
+    if blocked.refusal or sum(blocked.parts) != local.shape[dim]:
         raise DegreeError(
             f"COC_DETERMINISTIC=tp: norm of a tensor {list(local.shape)} on {group.size()} ranks: dimension {dim} "
             f"cannot be cut into {BLOCKS} equal blocks"
         )
-    rows = local.detach().movedim(dim, -1)
-    rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.view(1, -1)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return torch.stack([blocked.columns(rows, index).to(wide).square().sum() for index in range(blocked.count)])
+    wide = torch.promote_types(local.dtype, torch.float32)
+    return torch.stack([block.to(wide).square().sum() for block in blocked.blocks_of(local.detach(), dim)])

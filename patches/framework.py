@@ -14,15 +14,16 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import DegreeError, UnmetRequestError
-from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.blocks import BlockedFeatures
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
-from ascend_parallel.patches.check import Verifier
+from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
-from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.tuned import case_of, overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
@@ -59,9 +60,7 @@ def _refuse_uneven(layer: Any, kind: str, weight: Any, group: dist.ProcessGroup)
     """Raise `DegreeError` if the features that ranks share cannot be cut into the blocks of every degree."""
     if kind == "experts":
         raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: experts and their router have no tree")
-    if BLOCKS % group.size():
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {group.size()} ranks are not 1, 2, 4 or {BLOCKS}")
-    features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), BLOCKS // group.size())
+    features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), group.size())
     if features.refusal:
         raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {features.refusal}")
 
@@ -84,11 +83,12 @@ class Framework(ABC):
         self._agreement = SettingsAgreement(lambda: {**settings.shared(), **self.compared()})
         self._tuner = tuner_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
-        self.verifier = Verifier(settings, self.confirm, self.by, self.beside_run) if settings.verify_every else None
+        rules = CheckRules(settings.verify_limit, self.by, self.beside_run)
+        self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
         self.expert_groups = ExpertGroups(settings, self._tuner)
         self._logged: set[str] = set()
-        self._announced = False
+        self.used = False  # whether a layer has been overlapped
 
     @abstractmethod
     def group_of(self, layer: Any) -> dist.ProcessGroup:
@@ -98,9 +98,9 @@ class Framework(ABC):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the original forward of `layer` must run, or None."""
 
-    @abstractmethod
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`, "row" or "column"; None: its weight is not tuned."""
+        """Return the tuner's description of a call of `layer`; None: of experts, or its weight is not tuned."""
+        return None if kind == "experts" else case_of(kind, x, weight, **options)
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks beside the settings, by the user's names."""
@@ -113,6 +113,12 @@ class Framework(ABC):
     @abstractmethod
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features that exclude overlap."""
+
+    def put_in_force(self) -> None:  # noqa: B027  only forwards that are installed on modules ask
+        """Have the layers of this process run with these settings: its patches have been applied."""
+
+    def put_out_of_force(self) -> None:  # noqa: B027
+        """Have the layers run the framework's own: its patches have been reverted."""
 
     def beside_run(self) -> AbstractContextManager[None]:
         """Return a context in which an original layer leaves no trace in the framework's state."""
@@ -134,8 +140,8 @@ class Framework(ABC):
         if group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)
-        if not self._announced:
-            self._announced = True
+        if not self.used:
+            self.used = True
             case = self.case_of(layer, kind, x, weight, **options)
             announce(self.settings, layer, group, case, tuned=self._tuner is not None)
         found = self.settings_for(layer, kind, x, weight, **options)
@@ -157,11 +163,6 @@ class Framework(ABC):
         if isinstance(output[0] if isinstance(output, tuple) else output, UnfinishedTensor):
             choice.ran(self.group_of(layer))
         return output
-
-    @property
-    def used(self) -> bool:
-        """Whether a layer has been overlapped."""
-        return self._announced
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         """Return the settings of a call, with the chunks that tuning chose for its shapes."""
@@ -196,14 +197,9 @@ class Framework(ABC):
 
         Raises `UnmetRequestError` with strict settings, and `DegreeError` as `log_uncovered` does.
         """
-        text = f"on rank {dist.get_rank()} {type(layer).__name__} runs without overlap: {reason}"
         if self.settings.at_every_degree or self.settings.strict:
             self.log_uncovered(layer, reason)
-        if text not in self._logged:
-            self._logged.add(text)
-            if self.verifier is not None:
-                self.verifier.note(text)
-            log.warning("%s", text)
+        self._log_once(f"on rank {dist.get_rank()} {type(layer).__name__} runs without overlap: {reason}", here=True)
 
     def log_uncovered(self, layer: Any, reason: str) -> None:
         """Log once, on rank 0, that layers of this type run without overlap; with strict settings raise instead.
@@ -215,9 +211,13 @@ class Framework(ABC):
         text = f"{type(layer).__name__} runs without overlap: {reason}"
         if self.settings.strict and reason != ONE_RANK:
             raise UnmetRequestError(f"COC_STRICT=1: {text}")
+        self._log_once(text, here=not dist.is_initialized() or dist.get_rank() == 0)
+
+    def _log_once(self, text: str, *, here: bool) -> None:
+        """Note a text for the checks and, if `here`, log it; once."""
         if text not in self._logged:
             self._logged.add(text)
             if self.verifier is not None:
-                self.verifier.note(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
+                LEDGER.note(text)
+            if here:
                 log.warning("%s", text)

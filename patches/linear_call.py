@@ -14,15 +14,14 @@ from torch.nn.functional import linear
 
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import whole
-from ascend_parallel.overlap.choices import cast_by_autocast, operand_dtype
-from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.layer import ParallelLinear
-from ascend_parallel.overlap.linear import column_linear, row_linear
+from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
-from ascend_parallel.patches.check import CheckedCall, LinearOperators, linear_operands, linear_path
+from ascend_parallel.patches.check import CheckedCall, CheckedLinear, linear_operands
 from ascend_parallel.patches.framework import Framework
 
 # Rows of a call without gradients below which the original runs: one token of a generation has nothing to cut.
@@ -101,25 +100,19 @@ def too_few_rows(framework: Framework, call: LinearCall) -> bool:
 
 def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
     """Return the call beside the framework's own forward."""
-    group, sequence_parallel = framework.group_of(call.layer), call.sequence_dim is not None
-    return CheckedCall(
+    group = framework.group_of(call.layer)
+    linear = CheckedLinear(
         layer=call.layer,
-        path=linear_path(call.kind, sequence_parallel),
+        kind=call.kind,
+        x=call.x,
+        weight=call.weight,
         group=group,
-        operands={"input": call.x, "weight": call.weight},
-        run=lambda begin: _run(framework, call, begin),
-        results=lambda y: {"output": y},
-        original=lambda operands: {"output": _by_framework(call, operands["input"], operands["weight"])},
-        operators=lambda: LinearOperators(
-            layer=call.layer,
-            kind=call.kind,
-            x=call.x,
-            weight=call.weight,
-            group=group,
-            settings=framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
-            dtype=operand_dtype(call.x),
-            sequence_parallel=sequence_parallel,
-        ),
+        settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
+        sequence_parallel=call.sequence_dim is not None,
+    )
+    return linear.beside(
+        functools.partial(_by_framework, call),
+        functools.partial(_run, framework, call),
         backward_operands=functools.partial(_backward_operands, call, group.rank()),
     )
 
@@ -160,49 +153,47 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
     """Run the call; a check observes the start of its backward."""
     if call.own_matmul is not None:
         return _around(framework, call, call.own_matmul)
-    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
-    if not settings.enabled:
+    layer = layer_of(framework, call, begin)
+    if layer is None:
         return call.original(call.x)
-    options: dict[str, Any] = {"group": group, "settings": settings, "before_communicating": framework.confirm(group)}
-    options["leaves_rows"] = framework.leaves_rows
-    x, batch_first = call.x, call.sequence_dim == 1 and call.x.shape[0] > 1
-    if call.sequence_dim is not None:
-        options["sequence_parallel"] = True
-    options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0], begin) if batch_first else WeightGradient(begin)
-    if call.sequence_dim == 1:
-        x = swapped(x)
-    options["dtensors"] = (call.dtensors[0] if x is call.x else None, call.dtensors[1])
+    x = swapped(call.x) if call.sequence_dim == 1 else call.x
     if call.kind == "column":
-        direct = call.added or call.sequence_dim is not None or settings.at_every_degree
-        wrapper = run_directly if direct else torch_linear(call)
-        y = column_linear(x, call.weight, call.bias, forward_wrapper=wrapper, **options)
+        y = run_column(x, call.weight, call.bias, layer)
     else:
-        y = row_linear(x, call.weight, **options)
-        bias = call.bias
-        if bias is not None and call.sequence_dim is not None and settings.at_every_degree:
-            bias = RowBlocks(group=group).expand(bias, y)
+        y, bias = run_row(x, call.weight, layer), call.bias
+        if bias is not None and call.sequence_dim is not None and layer.settings.at_every_degree:
+            bias = RowBlocks(group=layer.group).expand(bias, y)
         y = y if bias is None else y + bias
     y = swapped(y) if call.sequence_dim == 1 else y
     return y if call.finish is None else call.finish(y)
 
 
-def layer_around(framework: Framework, call: LinearCall) -> ParallelLinear | None:
-    """Return the layer whose collectives run around a matmul of the program; None: the framework's own run."""
+def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None) -> ParallelLinear | None:
+    """Return the layer that runs the call, or its collectives around a matmul of the program; None: the original runs.
+
+    begin: observes the start of the call's backward.
+    """
     group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     if not settings.enabled:
         return None
+    shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
+    direct = call.kind == "row" or call.added or shared or settings.at_every_degree
+    x_dtensor, weight_dtensor = call.dtensors
     return ParallelLinear(
         group=group,
         settings=settings,
-        sequence_parallel=call.sequence_dim is not None,
+        sequence_parallel=shared,
+        weight_gradient=BatchFirstWeightGradient(call.x.shape[0], begin) if batch_first else WeightGradient(begin),
         before_communicating=framework.confirm(group),
+        forward_wrapper=run_directly if direct else torch_linear(call),
         leaves_rows=framework.leaves_rows,
+        dtensors=(None if call.sequence_dim == 1 else x_dtensor, weight_dtensor),
     )
 
 
 def _around(framework: Framework, call: LinearCall, own_matmul: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Run the collectives of the call around the program's own matmul."""
-    layer = layer_around(framework, call)
+    layer = layer_of(framework, call)
     if layer is None:
         return call.original(call.x)
     checked = framework.verifier is not None  # a check looks for the gradients of the call's operands

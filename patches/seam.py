@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,16 +22,28 @@ log = logging.getLogger("ascend_parallel")
 class AppliedPatches:
     """The patches of a framework with the same settings, applied and reverted together."""
 
-    def __init__(self, title: str, version: str, patches: PatchSet, framework: Framework | None = None) -> None:
-        """Hold patches of the framework `title` of `version`; `apply` applies them. `framework` runs its layers."""
+    def __init__(
+        self,
+        title: str,
+        version: str,
+        patches: PatchSet,
+        framework: Framework | None = None,
+        others: Mapping[str, PatchSet] | None = None,
+    ) -> None:
+        """Hold patches of the framework `title` of `version`; `apply` applies them. `framework` runs its layers.
+
+        others: patches of what builds on these layers, by name.
+        """
         self.title, self.version = title, version
         self._runs = framework
-        self._sets = {title: patches}
+        self._sets = {title: patches, **(others or {})}
 
     def apply(self) -> None:
         """Check all targets, then replace them; raises `PatchError` if the framework is not as expected."""
         for patches in self._sets.values():
             patches.apply(self.version)
+        if self._runs is not None:
+            self._runs.put_in_force()
 
     def extend(self, imported: ModuleType) -> None:
         """Apply patches of a module of `Seam.on_top` that has just been imported."""
@@ -46,6 +58,8 @@ class AppliedPatches:
         self.refuse_if_covered()
         for patches in self._sets.values():
             patches.revert()
+        if self._runs is not None:
+            self._runs.put_out_of_force()
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""

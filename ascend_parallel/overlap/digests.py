@@ -16,7 +16,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.blocks import BlockedFeatures
 
 WHOLE = "whole"
 
@@ -66,13 +66,11 @@ def write_digests(
     if dim is None:
         digests = {WHOLE: digest(tensor)}
     else:
-        rows = tensor.movedim(dim, -1)
-        rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.view(1, -1)
-        features = BlockedFeatures(parts or (rows.shape[1],), BLOCKS if group is None else BLOCKS // group.size())
+        features = BlockedFeatures(parts or (tensor.shape[dim],), 1 if group is None else group.size())
         if features.refusal:
             raise ValueError(f"COC_DIGESTS: {layer}, {name}: {features.refusal}")
         first = 0 if group is None else group.rank() * features.count
-        digests = {str(first + index): digest(features.columns(rows, index)) for index in range(features.count)}
+        digests = {str(first + index): digest(block) for index, block in enumerate(features.blocks_of(tensor, dim))}
     FILES.write(folder, {"layer": layer, "tensor": name}, digests)
 
 

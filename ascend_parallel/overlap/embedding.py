@@ -5,7 +5,7 @@ Each rank looks up the tokens of its own part of the vocabulary; the rows of oth
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import gcd
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.chunked import reduce_and_place, start_gathers
 from ascend_parallel.ops.collectives import reduce_scatters
-from ascend_parallel.ops.operators import rows_of, shaped
+from ascend_parallel.ops.operators import in_timeline, rows_of, shaped
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.registry import Choice
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.unfinished import unfinished
 from ascend_parallel.overlap.choices import region_chunks
@@ -111,9 +111,5 @@ def _recorded(
     operator: str, y: torch.Tensor, sizes: Sizes, vocabulary: int, group: dist.ProcessGroup
 ) -> AbstractContextManager[object]:
     """Return a context that records the call in a timeline: as the product of rows that choose tokens, and a weight."""
-    if (recorder := RECORDING.recorder) is None:
-        return nullcontext()
-    shape = {"m": y.shape[:-1].numel(), "k": vocabulary, "n": y.shape[-1]}
-    dtype = str(y.dtype).removeprefix("torch.")
-    call: dict[str, object] = {"operator": operator, **shape, "dtype": dtype, "kernel": "chunked", "chunks": len(sizes)}
-    return recorder.call(call, y.device.type, group, fused=False)
+    problem = Problem(operator, y.shape[:-1].numel(), vocabulary, y.shape[-1], y.dtype, y.device.type, group.size())
+    return in_timeline(Choice(problem, "chunked", sizes, None, "the sum behind an embedding"), group)

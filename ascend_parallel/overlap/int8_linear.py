@@ -15,26 +15,13 @@ gradient.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.comm_scales import CommScales
-from ascend_parallel.ops.operators import (
-    gathered_shape,
-    rows_of,
-    run_all_gather_matmul,
-    scattered_shape,
-    shaped,
-    start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
-)
 from ascend_parallel.ops.quantised import QuantisedWeight
-from ascend_parallel.ops.quantised_rows import quantise_rows
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.overlap.choices import backward_settings, cast_by_autocast, column_backward_settings
-from ascend_parallel.overlap.layer import in_forward, layer_backward
+from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 
 
@@ -56,10 +43,8 @@ def int8_column_linear(
     Raises `ValueError` for operands or a grain that do not fit, `CollectiveError` if a rank fails.
     """
     weight_shard_n.refuse_gradients()
-    y: torch.Tensor = _Int8Column.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_m), weight_shard_n, group, settings, grain
-    )
-    return y
+    layer = ParallelLinear(group=group, settings=settings, sequence_parallel=True, input_grain=grain)
+    return run_column(x_shard_m, weight_shard_n, None, layer)
 
 
 def int8_row_linear(
@@ -85,72 +70,11 @@ def int8_row_linear(
     if sequence_parallel and comm_scales is not None:
         raise ValueError("comm_scales is allowed only with sequence_parallel=False: a reduce-scatter takes no scales")
     weight_shard_k.refuse_gradients()
-    y: torch.Tensor = _Int8Row.apply(  # type: ignore[no-untyped-call]
-        cast_by_autocast(x_shard_k), weight_shard_k, group, settings, grain, sequence_parallel, comm_scales
+    layer = ParallelLinear(
+        group=group,
+        settings=settings,
+        sequence_parallel=sequence_parallel,
+        input_grain=grain,
+        comm_scales=comm_scales,
     )
-    return y
-
-
-class _Int8Column(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: QuantisedWeight, group: dist.ProcessGroup, settings: Settings, grain: str
-    ) -> torch.Tensor:
-        _save(ctx, x, weight, group, settings)
-        with in_forward(ctx, "column", x):
-            rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
-            y_m, _ = run_all_gather_matmul(rows, weight, group, settings, keep_gathered=False)
-            return shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[1]))
-
-    @staticmethod
-    @layer_backward("column")
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        settings = column_backward_settings(ctx.settings)
-        dx_m = start_matmul_reduce_scatter(dy.to(ctx.x_dtype), _transposed(ctx), ctx.group, settings).wait()
-        return dx_m.view(ctx.x_shape), None, None, None, None
-
-
-class _Int8Row(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: QuantisedWeight,
-        group: dist.ProcessGroup,
-        settings: Settings,
-        grain: str,
-        sequence_parallel: bool,
-        comm_scales: CommScales | None,
-    ) -> torch.Tensor:
-        _save(ctx, x, weight, group, settings)
-        ctx.sequence_parallel = sequence_parallel
-        with in_forward(ctx, "row", x):
-            rows = compute(BESIDE, "quantise", quantise_rows, x, grain)
-            if not sequence_parallel:
-                y_m = start_matmul_all_reduce(rows, weight, group, settings, comm_scales=comm_scales).wait()
-                return shaped(y_m, (*x.shape[:-1], weight.shape[1]))
-            y_m = start_matmul_reduce_scatter(rows, weight, group, settings).wait()
-            return shaped(y_m, scattered_shape(x.shape, group.size(), weight.shape[1]))
-
-    @staticmethod
-    @layer_backward("row")
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        dy, w_t, settings = dy.to(ctx.x_dtype), _transposed(ctx), backward_settings(ctx.settings)
-        if ctx.sequence_parallel:
-            dx_m, _ = run_all_gather_matmul(dy, w_t, ctx.group, settings, keep_gathered=False)
-        else:
-            dx_m = compute(MATMUL, "matmul", torch.mm, rows_of(dy), w_t)
-        return dx_m.view(ctx.x_shape), None, None, None, None, None, None
-
-
-def _save(ctx: Any, x: torch.Tensor, weight: QuantisedWeight, group: dist.ProcessGroup, settings: Settings) -> None:
-    """Save the int8 weight for dx."""
-    ctx.save_for_backward(weight.values, weight.scale)
-    ctx.group, ctx.settings, ctx.x_shape, ctx.x_dtype = group, settings, x.shape, x.dtype
-
-
-def _transposed(ctx: Any) -> torch.Tensor:
-    """Return the saved weight [K, N], dequantised, as [N, K]."""
-    values, scale = ctx.saved_tensors
-    w: torch.Tensor = compute(BESIDE, "dequantise", QuantisedWeight(values, scale).dequantise, ctx.x_dtype)
-    return w.t()
+    return run_row(x_shard_k, weight_shard_k, layer)

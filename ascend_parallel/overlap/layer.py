@@ -20,21 +20,31 @@ from ascend_parallel.ops.blocks import (
     gradient_of_rows,
     sum_of_rows,
 )
-from ascend_parallel.ops.operators import autocast_off, without_autocast
+from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.operators import autocast_off
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.record import RECORDING, recorded_layer, recorded_pass
+from ascend_parallel.ops.quantised_rows import Input, quantise_rows
+from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, region_settings
 from ascend_parallel.overlap.digests import write_digests
-from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
 
 Pass = Callable[..., Any]
+Products = tuple[torch.Tensor, torch.Tensor | None]
+"""A layer's output, and the gathered input that its backward needs, if the layer keeps it."""
+ForwardWrapper = Callable[[Callable[[], Products]], Products]
+"""``forward_wrapper(forward)`` runs `forward`, or returns its saved products during recompute."""
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def run_directly(forward: Callable[[], Products]) -> Products:
+    """Return ``forward()``."""
+    return forward()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,8 @@ class ParallelLinear:
     leaves_rows: int = 0  # results in chunks of as many rows stay unfinished; 0: none
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     parts: tuple[int, ...] = ()  # features of a fused weight's parts on this rank; empty: one part
+    input_grain: str | None = None  # rounds inputs to int8, with scales as of `quantise_rows`
+    comm_scales: CommScales | None = None  # ranks exchange int8
     kind: str = ""  # "column" or "row" in backward
 
     @cached_property
@@ -109,7 +121,7 @@ class ParallelLinear:
         return self.weight_gradient.bias(dy_m, functools.partial(sum_of_rows, features=self._features(dy_m)))
 
     def _features(self, shared_m: torch.Tensor) -> BlockedFeatures:
-        return BlockedFeatures(self.parts or (shared_m.shape[1],), BLOCKS // self.group.size())
+        return BlockedFeatures(self.parts or (shared_m.shape[1],), self.group.size())
 
     @property
     def kept_for_backward(self) -> ParallelLinear:
@@ -117,6 +129,10 @@ class ParallelLinear:
         if self.forward_wrapper is run_directly and self.dtensors == (None, None):
             return self
         return replace(self, forward_wrapper=run_directly, dtensors=(None, None))
+
+    def input_of(self, x: torch.Tensor) -> Input:
+        """Return the left operand of forward: x, or x rounded to int8."""
+        return x if self.input_grain is None else compute(BESIDE, "quantise", quantise_rows, x, self.input_grain)
 
     def settings_for(self, operator: str, x: torch.Tensor, w: torch.Tensor) -> Settings:
         """Return the settings of an operator whose rows may be left: x [..., K], w [K, N]."""
@@ -173,7 +189,10 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
     """
 
     def decorate(backward: Pass) -> Pass:
-        guarded = once_differentiable(recorded_layer(kind, "backward")(without_autocast(backward)))
+        @once_differentiable
+        def guarded(ctx: Any, like: torch.Tensor, *gradients: torch.Tensor | None) -> Any:
+            with recorded_pass(ctx, kind, "backward", like.device.type), autocast_off(like):
+                return backward(ctx, *gradients)
 
         @functools.wraps(backward)
         def run(ctx: Any, dy: torch.Tensor | None, *more: Any) -> Any:
@@ -182,7 +201,7 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
                 return (None,) * len(ctx.needs_input_grad)
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
             if active or torch.is_autocast_enabled(given.device.type):
-                found = guarded(ctx, dy, *more)
+                found = guarded(ctx, given, dy, *more)
                 return tuple(map(whole, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
 

@@ -1,6 +1,6 @@
 """Tensor-parallel linear layers: two autograd functions, `ColumnLinear` and `RowLinear`, over the three operators.
 
-A call goes from `row_linear` or `run_row` through `RowLinear.forward` and `_row_forward` to an operator of
+A call goes from `row_linear` or `run_row` through `RowLinear.forward` and `row_forward` to an operator of
 ops/operators.py, which calls the chosen kernel; nothing stands in between but torch's `apply`. A `forward_wrapper`, of
 recompute and regions, is called in `RowLinear.forward`. A column layer goes the same way.
 """
@@ -30,8 +30,16 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.overlap.choices import cast_by_autocast
-from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, Products, run_directly
-from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
+from ascend_parallel.overlap.layer import (
+    ForwardWrapper,
+    ParallelLinear,
+    Products,
+    checked,
+    in_forward,
+    layer_backward,
+    local,
+    run_directly,
+)
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
     gradients_under,
@@ -91,12 +99,12 @@ def column_linear(
 
 
 def run_column(
-    x: torch.Tensor, weight_shard_n: torch.Tensor, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
+    x: torch.Tensor, weight_shard_n: Weight, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> torch.Tensor:
-    """Run `column_linear` with the options of `layer`."""
+    """Run `column_linear` with the options of `layer`; a frozen int8 weight [K, N / R] needs an `input_grain`."""
     layer.refuse_partial_gradient(x)
     if torch.is_autocast_enabled(x.device.type):
-        x, weight_shard_n = cast_by_autocast(x), cast_by_autocast(weight_shard_n)
+        x, weight_shard_n = _cast(x, weight_shard_n)
     y: torch.Tensor = ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
     return y
 
@@ -142,11 +150,13 @@ def row_linear(
 def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLinear) -> torch.Tensor:
     """Run `row_linear` with the options of `layer`."""
     if torch.is_autocast_enabled(x_shard_k.device.type):
-        x_shard_k = cast_by_autocast(x_shard_k)
-        if isinstance(weight_shard_k, torch.Tensor):
-            weight_shard_k = cast_by_autocast(weight_shard_k)
+        x_shard_k, weight_shard_k = _cast(x_shard_k, weight_shard_k)
     y: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
     return y
+
+
+def _cast(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:
+    return cast_by_autocast(x), cast_by_autocast(weight) if isinstance(weight, torch.Tensor) else weight
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -170,15 +180,15 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear
+        ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, layer: ParallelLinear
     ) -> torch.Tensor:
         """Return y_shard_n with the bias added."""
         keep = not layer.settings.recompute_all_gather and ctx.needs_input_grad[1]
         with in_forward(ctx, "column", x):
             if layer.forward_wrapper is run_directly:
-                y, gathered_m = _column_forward(x, weight, bias, layer, keep)
+                y, gathered_m = column_forward(x, weight, bias, layer, keep)
             else:
-                y, gathered_m = layer.forward_wrapper(lambda: _column_forward(x, weight, bias, layer, keep))
+                y, gathered_m = layer.forward_wrapper(lambda: column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
         layer.write_digest("column", "output", y, -1)
         return y
@@ -188,7 +198,7 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, weight and bias."""
         layer: ParallelLinear = ctx.layer.in_column_backward
-        kept, weight = map(local, ctx.saved_tensors)
+        kept, weight, layout = _saved(ctx)
         layer.weight_gradient.begin(kept, weight)
         output_gradient, dy = dy, dy.to(ctx.x_dtype)
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
@@ -196,7 +206,7 @@ class ColumnLinear(torch.autograd.Function):
         if postponed:
             kept = None
         if layer.sequence_parallel:
-            dx, dw = column_sequence_backward(dy, kept, weight, layer)
+            dx, dw = column_sequence_backward(dy, kept, weight, layer, layout)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
             settings = layer.settings_for(ALL_REDUCE, dy, weight)
@@ -236,9 +246,9 @@ class RowLinear(torch.autograd.Function):
         """Return y, or y_shard_m."""
         with in_forward(ctx, "row", x):
             if layer.forward_wrapper is run_directly:
-                y = _row_forward(x, weight, layer)
+                y = row_forward(x, weight, layer)
             else:
-                y, _ = layer.forward_wrapper(lambda: (_row_forward(x, weight, layer), None))
+                y, _ = layer.forward_wrapper(lambda: (row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
         layer.write_digest("row", "output", y, None)
         return y
@@ -248,11 +258,9 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and weight."""
         layer: ParallelLinear = ctx.layer.in_row_backward
-        x, weight, *scales = map(local, ctx.saved_tensors)
-        dy, layout = dy.to(ctx.x_dtype), ROW_MAJOR
-        if scales:  # an int8 weight
-            dequantise = QuantisedWeight(weight, scales[0], scales[1], ctx.group_size).dequantise
-            weight, layout = compute(BESIDE, "dequantise", dequantise, ctx.x_dtype).t(), ANY
+        x, weight, layout = _saved(ctx)
+        dy = dy.to(ctx.x_dtype)
+        if layout == ANY:  # an int8 weight
             dy = rows_of(dy)
         layer.weight_gradient.begin(x, weight)
         if not layer.sequence_parallel:
@@ -267,25 +275,19 @@ class RowLinear(torch.autograd.Function):
         return dx, dw, None
 
 
-def _column_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear, keep: bool
+def column_forward(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, layer: ParallelLinear, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
-    gathered_m = None
+    gathered_m, (w, layout) = None, _right(weight)
     if layer.sequence_parallel:
         layer.about_to_communicate()
         y_m, gathered_m = run_all_gather_matmul(
-            x,
-            weight.t(),
-            layer.group,
-            layer.settings,
-            keep,
-            layout=TRANSPOSED,
-            parts=layer.parts,
+            layer.input_of(x), w, layer.group, layer.settings, keep, layout=layout, parts=layer.parts
         )
-        y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), weight.shape[0]))
+        y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), w.shape[1]))
     else:
-        w = weight.t()
+        assert isinstance(w, torch.Tensor), "an int8 weight needs sequence parallelism here"
         check_operands("column_linear", x, w)
         y = run_matmul(x, w, layer.group, layer.settings, layer.parts)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
@@ -293,18 +295,29 @@ def _column_forward(
     return y, gathered_m if keep else None
 
 
-def _row_forward(x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torch.Tensor:
+def row_forward(
+    x: torch.Tensor, weight: Weight, layer: ParallelLinear, product: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum over ranks of ``x @ w``, or this rank's rows; `product` as in `OperatorCall`."""
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
-    w, layout = (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
+    (w, layout), given = _right(weight), layer.input_of(x)
     if isinstance(w, torch.Tensor):
         settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
-    if layer.sequence_parallel:
-        plain = compute(BESIDE, "dequantise", w.dequantise, x.dtype) if isinstance(w, QuantisedWeight) else w
-        y_m = layer.result(start_matmul_reduce_scatter(x, plain, group, settings, layout=layout, parts=layer.parts))
-        return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-    y_m = layer.result(start_matmul_all_reduce(x, w, group, settings, layout=layout, parts=layer.parts))
-    return shaped(y_m, (*x.shape[:-1], w.shape[1]))
+    if not layer.sequence_parallel:
+        pending = start_matmul_all_reduce(
+            given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
+        )
+        return shaped(layer.result(pending), (*x.shape[:-1], w.shape[1]))
+    if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
+        w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
+    pending = start_matmul_reduce_scatter(given, w, group, settings, layout=layout, parts=layer.parts, product=product)
+    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), w.shape[1]))
+
+
+def _right(weight: Weight) -> tuple[Weight, str]:
+    """Return the right operand [K, N] of forward, and its memory layout."""
+    return (weight, ANY) if isinstance(weight, QuantisedWeight) else (weight.t(), TRANSPOSED)
 
 
 def _local_backward(
@@ -327,3 +340,13 @@ def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor |
         kept = checked(x, layer.dtensors[0])
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
+
+
+def _saved(ctx: Any) -> tuple[Any, Any, str]:
+    """Return what `_save` has saved: what dw needs, and the weight [N, K], dequantised, with its memory layout."""
+    kept, weight, *scales = map(local, ctx.saved_tensors)
+    if not scales:
+        return kept, weight, ROW_MAJOR
+    scale, offset = scales
+    dequantise = QuantisedWeight(weight, scale, offset, ctx.group_size).dequantise
+    return kept, compute(BESIDE, "dequantise", dequantise, ctx.x_dtype).t(), ANY

@@ -2,7 +2,7 @@
 
 A program may put a function of its own in place of a layer's matmul, on one rank alone: a monitor, a quantiser, a mode.
 The function gets and gives whole tensors, with gradients. Around it run the collectives of the overlapped layers, in
-their number, order and sizes, so that ranks without such a function go on as always. Nothing overlaps here.
+their number, order and sizes, so that ranks without such a function go on as always. No matmul overlaps here.
 
 column  `enter` before the matmul: the identity, or with sequence parallelism the gather; backward sums dx
 row     `leave` after the matmul: the sum over ranks; with sequence parallelism backward gathers dy
@@ -12,25 +12,25 @@ Fused kernels see whether their operands are alike on all ranks: there a functio
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from ascend_parallel.ops.operators import (
-    gather_as_matmul,
     gathered_shape,
-    scattered_shape,
+    run_all_gather_matmul,
     shaped,
     start_gather_rows,
     start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
 )
-from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.problem import ALL_REDUCE
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
+from ascend_parallel.overlap.linear import row_forward
+from ascend_parallel.overlap.sequence_backward import start_column_backward
 
 
 def enter_column(x: torch.Tensor, weight_shard_n: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
@@ -75,7 +75,10 @@ class _Enter(torch.autograd.Function):
                 return x.view_as(x)
             layer.about_to_communicate()
             group = layer.group
-            x_m = gather_as_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED, parts=layer.parts)
+            _, x_m = run_all_gather_matmul(
+                x, weight.t(), group, layer.settings, layout=TRANSPOSED, parts=layer.parts, multiplies=False
+            )
+            assert x_m is not None
             return shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
 
     @staticmethod
@@ -92,8 +95,7 @@ class _Enter(torch.autograd.Function):
 def _sum(
     layer: ParallelLinear, dx: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor, wanted: bool
 ) -> torch.Tensor | None:
-    """Run the collectives of a column layer's backward, in the order of `column_sequence_backward`."""
-    group, settings = layer.group, layer.settings
+    """Run the collectives of a column layer's backward."""
     dy = dx.new_empty(1).expand(*dx.shape[:-1], weight.shape[0])  # its shape counts
     if not layer.sequence_parallel:
         if not wanted:
@@ -101,23 +103,12 @@ def _sum(
         layer.about_to_communicate()
         chosen = layer.settings_for(ALL_REDUCE, dy, weight)
         return start_matmul_all_reduce(
-            dy, weight, group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
+            dy, weight, layer.group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
         ).wait()
-    gathering: Pending | None = None
-    after = settings.order == "compute_first" and wanted
-    if kept is not None and not after:
-        gathering = start_gather_rows(kept, group, settings)
-    scattering: Pending | None = None
-    if wanted:
-        chosen = layer.settings_for(REDUCE_SCATTER, dy, weight)
-        scattering = start_matmul_reduce_scatter(
-            dy, weight, group, chosen, gathering, layout=ROW_MAJOR, parts=layer.parts, product=dx
-        )
-    if kept is not None and after:
-        gathering = start_gather_rows(kept, group, settings)
-    if gathering is not None:  # the other ranks' weight gradients need this rank's rows
-        gathering.wait()
-    return None if scattering is None else scattering.wait()
+    with ExitStack() as running:
+        pending, gathered = start_column_backward(running, dy, kept, weight if wanted else None, layer, ROW_MAJOR, dx)
+        gathered()  # the other ranks' weight gradients need this rank's rows
+        return None if pending is None else pending.wait()
 
 
 class _Leave(torch.autograd.Function):
@@ -134,14 +125,7 @@ class _Leave(torch.autograd.Function):
         ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight, product.shape
         ctx.input_grad, ctx.dtype = input_grad, x.dtype
         with in_forward(ctx, "row", product):
-            layer.about_to_communicate()
-            group, settings, w, rows = layer.group, layer.settings, weight.t(), finished(product).contiguous()
-            settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
-            start = start_matmul_reduce_scatter if layer.sequence_parallel else start_matmul_all_reduce
-            y_m = start(x, w, group, settings, layout=TRANSPOSED, parts=layer.parts, product=rows).wait()
-            if layer.sequence_parallel:
-                return shaped(y_m, scattered_shape(x.shape, group.size(), w.shape[1]))
-            return shaped(y_m, product.shape)
+            return row_forward(x, weight, layer, finished(product).contiguous())
 
     @staticmethod
     @layer_backward("row")
@@ -152,7 +136,10 @@ class _Leave(torch.autograd.Function):
         if not layer.sequence_parallel:
             return dy, None, None, None, None
         if ctx.input_grad:
-            rows = gather_as_matmul(dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts)
+            _, rows = run_all_gather_matmul(
+                dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=False
+            )
+            assert rows is not None
         else:
             rows = start_gather_rows(dy, layer.group, layer.settings).wait()
         return rows.view(ctx.shape), None, None, None, None

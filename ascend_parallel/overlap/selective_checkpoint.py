@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -39,6 +40,18 @@ def hide_from_selective_checkpoint() -> Iterator[None]:
         yield
     finally:
         _replace_top(remaining, stack[lowest:])
+
+
+@contextmanager
+def without_trace(device: torch.device) -> Iterator[None]:
+    """Run work on `device` that is no part of the run: its random states, hooks on saved tensors and checkpoints."""
+    devices = [] if device.type == "cpu" else [device.index]
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        hide_from_selective_checkpoint(),
+    ):
+        yield
 
 
 def hidden_from_selective_checkpoint(function: Callable[P, T]) -> Callable[P, T]:

@@ -14,7 +14,6 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
@@ -25,12 +24,38 @@ Gathered = Callable[[], torch.Tensor | None]
 
 
 def column_sequence_backward(
-    dy: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
+    dy: torch.Tensor,
+    kept: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    layer: ParallelLinear,
+    layout: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
 
-    The gather and the input gradient are independent, so either can start first. With the gather first (the default)
-    the gather runs under the input gradient's matmul, and the reduce-scatter under the weight gradient's matmul.
+    The reduce-scatter runs under the weight gradient's matmul.
+    """
+    with ExitStack() as running:
+        pending_dx, gathered = start_column_backward(running, dy, kept, weight, layer, layout)
+        if pending_dx is None:
+            return None, weight_gradient_of(layer, gathered(), dy)
+        gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
+        running.pop_all()  # rows that are left are waited for where they are read
+    return gradients
+
+
+def start_column_backward(
+    running: ExitStack,
+    dy: torch.Tensor,
+    kept: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    layer: ParallelLinear,
+    layout: str,
+    product: torch.Tensor | None = None,
+) -> tuple[Pending | None, Gathered]:
+    """Start the gather of `kept` and the input gradient ``reduce_scatter(dy @ weight)``, which `running` ends.
+
+    They are independent, so either can start first. With the gather first (the default) the gather runs under the input
+    gradient's matmul. `product`: dy @ weight, if it has been multiplied; of dy only the shape counts then.
     """
     group, settings = layer.group, layer.settings
 
@@ -43,21 +68,17 @@ def column_sequence_backward(
         if weight is None:
             return None
         scattering = layer.settings_for(REDUCE_SCATTER, dy, weight)
-        started = start_matmul_reduce_scatter(dy, weight, group, scattering, after, layout=ROW_MAJOR, parts=layer.parts)
-        return running.enter_context(started)
+        pending = start_matmul_reduce_scatter(
+            dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
+        )
+        return running.enter_context(pending)
 
-    with ExitStack() as running:
-        if settings.order == "compute_first":
-            pending_dx, pending_x = start_input_gradient(None), start_gather()
-        else:
-            pending_x = start_gather()
-            pending_dx = start_input_gradient(pending_x)
-        gathered: Gathered = (lambda: kept) if pending_x is None else pending_x.wait
-        if pending_dx is None:
-            return None, weight_gradient_of(layer, gathered(), dy)
-        gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
-        running.pop_all()  # rows that are left are waited for where they are read
-    return gradients
+    if settings.order == "compute_first":
+        pending_dx, pending_x = start_input_gradient(None), start_gather()
+    else:
+        pending_x = start_gather()
+        pending_dx = start_input_gradient(pending_x)
+    return pending_dx, (lambda: kept) if pending_x is None else pending_x.wait
 
 
 def gradients_under(

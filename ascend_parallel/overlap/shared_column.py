@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.operators import (
-    gathered_shape,
-    rows_of,
-    run_all_gather_matmul,
-    shaped,
-    start_matmul_reduce_scatter,
-)
-from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
+from ascend_parallel.ops.operators import gathered_shape, rows_of, shaped, start_matmul_reduce_scatter
+from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
+from ascend_parallel.overlap.linear import column_forward
 from ascend_parallel.overlap.sequence_backward import weight_gradient_of
 
 
@@ -45,14 +40,9 @@ class _SharedColumnLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLinear
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with in_forward(ctx, "column", x):
-            layer.about_to_communicate()
-            group = layer.group
-            y_m, x_m = run_all_gather_matmul(x, weight.t(), group, layer.settings, layout=TRANSPOSED)
+            y, x_m = column_forward(x, weight, bias, layer, keep=True)
             assert x_m is not None
-            y = shaped(y_m, gathered_shape(x.shape, group.size(), weight.shape[0]))
-            if bias is not None:
-                y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
-            gathered = shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
+            gathered = shaped(x_m, gathered_shape(x.shape, layer.group.size(), x.shape[-1]))
         input_grad, weight_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             gathered if weight_grad else None, checked(weight, layer.dtensors[1]) if input_grad else None

@@ -15,11 +15,6 @@ Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 """Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
 
 
-def sum_over_rows(dy_m: torch.Tensor) -> torch.Tensor:
-    """Return ``dy_m.sum(0)`` [N]: dy_m [M, N]."""
-    return dy_m.sum(dim=0)
-
-
 class GradientParts:
     """Sums a weight gradient over parts of the rows, in fp32, or in float64 for such operands.
 
@@ -94,13 +89,19 @@ class WeightGradient:
         out: where to write dw, if it `may_come_later`. product: what multiplies, in blocks, with COC_DETERMINISTIC=tp;
         out is then None.
         """
+        x_m, dy_m = self.in_order(x_m), self.in_order(dy_m)
         if product is not None:
             return product(x_m, dy_m)
         return dy_m.t().matmul(x_m) if out is None else torch.mm(dy_m.t(), x_m, out=out)
 
-    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_rows) -> torch.Tensor:
-        """Return the bias's gradient [N]: dy_m [M, N]. `total` sums; given as in `compute`."""
-        return total(dy_m)
+    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the bias's gradient ``dy_m.sum(0)`` [N]: dy_m [M, N]. total: what sums; given as in `compute`."""
+        dy_m = self.in_order(dy_m)
+        return dy_m.sum(dim=0) if total is None else total(dy_m)
+
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [M, N] in the order in which sums over them run."""
+        return rows
 
     def parts(self) -> GradientParts:
         """Return what sums this backward's gradient part by part, in place of `compute`."""

@@ -22,9 +22,7 @@ def patches(settings: Settings) -> AppliedPatches:
     framework = DeepSpeed(settings, version)
     found = [
         Patch(
-            module=MODULE,
-            owner=owner,
-            method="forward",
+            target=f"{MODULE}.{owner}.forward",
             replacement=lambda original, owner=owner: layer_forward(original, owner, framework),  # type: ignore[misc]
             parameters=("self", "input"),
             reason=reason,

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from ascend_parallel.patches.base import ConflictError, Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
-from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.pass_times import Case
 
 MODULE = "deepspeed.module_inject.layers"
 ROW, COLUMN = "LinearAllreduce", "LinearLayer"
@@ -52,10 +50,6 @@ class DeepSpeed(Framework):
         if len(set(layer._partition_sizes)) > 1:
             return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
         return None
-
-    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`."""
-        return case_of(kind, x, weight, **options)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` if DeepSpeed overlaps the same layers itself."""

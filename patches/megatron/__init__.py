@@ -62,17 +62,13 @@ def patch_set(megatron: Megatron) -> PatchSet:
         VERSIONS,
         [
             Patch(
-                module=LAYERS,
-                owner="ColumnParallelLinear",
-                method="forward",
+                target=f"{LAYERS}.ColumnParallelLinear.forward",
                 replacement=lambda original: column_forward(original, megatron),
                 parameters=("self", "input_", "weight", "runtime_gather_output"),
                 reason="gathers under the matmul, reduces the input gradient under the backward's matmuls",
             ),
             Patch(
-                module=LAYERS,
-                owner="RowParallelLinear",
-                method="forward",
+                target=f"{LAYERS}.RowParallelLinear.forward",
                 replacement=lambda original: row_forward(original, megatron),
                 parameters=("self", "input_"),
                 reason="reduces or scatters under the matmul, gathers the gradient under the backward's matmul",

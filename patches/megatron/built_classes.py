@@ -83,11 +83,6 @@ class BuiltClasses:
                 log.warning("%s", text)
 
 
-def looks_at_classes(hook: object) -> bool:
-    """Tell whether a hook on all modules is of `BuiltClasses`."""
-    return getattr(hook, "__func__", None) is BuiltClasses._look
-
-
 def replaced_classes(layers: ModuleType) -> str | None:
     """Return which classes stand under the names of Megatron-core's layers instead, and the flag; None: its own."""
     built = [(name, getattr(layers, name, None)) for name in NAMES]

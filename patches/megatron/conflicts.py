@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.patches.base import ConflictError, full_name
+from ascend_parallel.patches.base import ConflictError, Function, defined_in, full_name
 from ascend_parallel.settings import Settings
 
 # Name of a configuration field or command-line argument -> the feature.
@@ -53,10 +53,9 @@ def arguments() -> Any:
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
-# Functions of the layers' module: those that forward calls (a layer may hold them as `_forward_impl`), and theirs.
+# Names of the layers' module: functions that forward calls (a layer may hold them as `_forward_impl`), and mappings.
 FUNCTIONALS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
-REACHED = (
-    *FUNCTIONALS,
+MAPPED = (
     "copy_to_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
@@ -163,55 +162,44 @@ class Originals:
 def _places(layers: ModuleType) -> tuple[_Place, ...]:
     """Return the names to look at behind `layers`; called first right after the module was imported, if it can be."""
     mappings = importlib.import_module(MAPPINGS)
-    regions = [_Place(vars(layers), name, layers, f"{layers.__name__}.{name}") for name in FUNCTIONALS]
-    regions += [
-        _Place(vars(layers), name, mappings, f"{layers.__name__}.{name}", communicates=True)
-        for name in REACHED
-        if name not in FUNCTIONALS
-    ]
-    regions += [
-        _Place(vars(mappings), name, mappings, f"{MAPPINGS}.{name}", communicates=True) for name in REGION_FUNCTIONS
-    ]
-    for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
-        regions += [
-            _Place(
-                vars(getattr(module, owner)),
-                name,
-                module,
-                f"{module.__name__}.{owner}.{name}",
-                communicates=module is mappings,
-            )
-            for owner in owners
+    classes = [(layers, owner) for owner in AUTOGRAD] + [(mappings, owner) for owner in REGIONS]
+    named = [(module, name) for module, name in classes if name in vars(module)]
+    named += [(module, name) for module in (layers, mappings) for name in FOREIGN_FUNCTIONS if name in vars(module)]
+    return (
+        *(_place_of(layers, name, layers) for name in FUNCTIONALS),
+        *(_place_of(layers, name, mappings, communicates=True) for name in MAPPED),
+        *(_place_of(mappings, name, mappings, communicates=True) for name in REGION_FUNCTIONS),
+        *(
+            _place_of(module, name, module, owner=owner, communicates=module is mappings)
+            for module, owner in classes
             for name in ("forward", "backward")
-        ]
-    for module, owners in ((layers, AUTOGRAD), (mappings, REGIONS)):
-        names = [name for name in (*owners, *FOREIGN_FUNCTIONS) if name in vars(module)]
-        regions += [
-            _Place(
-                vars(module),
-                name,
-                None,
-                f"{module.__name__}.{name}",
-                vars(module)[name],
-                communicates=module is mappings or name.startswith("dist_"),
-            )
-            for name in names
-        ]
-    return (*regions, _Place(vars(torch), "matmul", None, "torch.matmul", torch.matmul))
+        ),
+        *(
+            _place_of(module, name, None, communicates=module is mappings or name.startswith("dist_"))
+            for module, name in named
+        ),
+        _place_of(torch, "matmul", None),
+    )
+
+
+def _place_of(
+    module: ModuleType, name: str, home: ModuleType | None, *, owner: str = "", communicates: bool = False
+) -> _Place:
+    """Return a name in `module`, or in its class `owner`; as in `_Place`."""
+    holder = vars(getattr(module, owner)) if owner else vars(module)
+    text = ".".join(filter(None, (module.__name__, owner, name)))
+    return _Place(holder, name, home, text, holder[name] if home is None else None, communicates)
 
 
 def _own(attribute: object, home: ModuleType, name: str) -> bool:
     """Tell whether a function was defined in `home` under that name, with known wrappers only."""
-    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
-    while inspect.isfunction(function):
-        wrapped = getattr(function, "__wrapped__", None)
-        if function.__globals__ is vars(home) and wrapped is None:
-            return function.__code__.co_name == name
-        written = str(function.__globals__.get("__name__"))
-        if written not in TRANSPARENT and (written, function.__code__.co_name) not in HARMLESS:
-            return False
-        function = wrapped
-    return False
+    function: Any = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+    return defined_in(function, home, _is_known_wrapper) and inspect.unwrap(function).__code__.co_name == name
+
+
+def _is_known_wrapper(function: Function) -> bool:
+    written = str(function.__globals__.get("__name__"))
+    return written in TRANSPARENT or (written, function.__code__.co_name) in HARMLESS
 
 
 def _origin(attribute: object) -> str:

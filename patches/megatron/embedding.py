@@ -100,26 +100,23 @@ def _all_share_later(embedding: Any, group: dist.ProcessGroup) -> bool:
 
 def patch_set(megatron: Megatron) -> PatchSet:
     """Return the patches of the embedding and of the sums over ranks; without regions there are none."""
-    embedding: dict[str, Any] = {"module": MODULE, "owner": "VocabParallelEmbedding"}
-    embedding |= {"replacement": lambda original: embedding_call(original, megatron), "parameters": None}
+    embedding: dict[str, Any] = {"replacement": lambda original: embedding_call(original, megatron), "parameters": None}
     patches = [
         Patch(
+            target=f"{MODULE}.VocabParallelEmbedding.__call__",
             **embedding,
-            method="__call__",
             reason="sums over ranks under the first layer's norm and matmul",
             inherited=True,
         ),
         Patch(
+            target=f"{MODULE}.VocabParallelEmbedding.forward",
             **embedding,
-            method="forward",
             reason="does so where a program calls it by its name",
             gives_way_to="mindspeed",  # it puts its own there after the layers were imported
         ),
         *(
             Patch(
-                module=MAPPINGS,
-                owner=owner,
-                method="apply",
+                target=f"{MAPPINGS}.{owner}.apply",
                 replacement=functools.partial(sum_of_call, scatters=scatters),
                 parameters=None,
                 reason="sums the rows of an embedding in chunks",
@@ -134,9 +131,7 @@ def patch_set(megatron: Megatron) -> PatchSet:
 def language_model_patch_set(megatron: Megatron) -> PatchSet:
     """Return the patch that looks at what happens to the embedding's rows; without regions there is none."""
     patch = Patch(
-        module=LANGUAGE_MODEL,
-        owner="LanguageModelEmbedding",
-        method="forward",
+        target=f"{LANGUAGE_MODEL}.LanguageModelEmbedding.forward",
         replacement=_noting,
         parameters=None,
         reason="sums the embedding's rows in the order in which ranks share them",

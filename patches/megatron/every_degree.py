@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.blocks import BlockedFeatures
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 from ascend_parallel.overlap.row_blocks import RowBlocks
@@ -147,25 +147,19 @@ def _group() -> dist.ProcessGroup:
 def _patches() -> list[Patch]:
     return [
         Patch(
-            module="megatron.core.tensor_parallel.cross_entropy",
-            owner="VocabParallelCrossEntropy",
-            method="calculate_predicted_logits",
+            target="megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy.calculate_predicted_logits",
             replacement=_predicted_logits,
             parameters=("vocab_parallel_logits", "target", "logits_max", "vocab_start_index", "vocab_end_index"),
             reason="sums exponentials over the vocabulary in the tree",
         ),
         Patch(
-            module="megatron.core.tensor_parallel.cross_entropy",
-            owner="_VocabParallelCrossEntropy",
-            method="forward",
+            target="megatron.core.tensor_parallel.cross_entropy._VocabParallelCrossEntropy.forward",
             replacement=_cross_entropy,
             parameters=("ctx", "vocab_parallel_logits", "target", "label_smoothing"),
             reason="refuses label smoothing, whose mean over the vocabulary has no tree",
         ),
         Patch(
-            module="megatron.core.transformer.dot_product_attention",
-            owner="DotProductAttention",
-            method="forward",
+            target="megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
             replacement=_attention,
             parameters=(
                 "self",
@@ -180,17 +174,13 @@ def _patches() -> list[Patch]:
             reason="draws the dropout mask of all heads",
         ),
         Patch(
-            module="megatron.core.transformer.transformer_block",
-            owner="TransformerBlock",
-            method="forward",
+            target="megatron.core.transformer.transformer_block.TransformerBlock.forward",
             replacement=_block,
             parameters=None,
             reason="sums the gradients of norms in blocks of rows",
         ),
         Patch(
-            module="megatron.core.optimizer.optimizer",
-            owner="MegatronOptimizer",
-            method="get_main_grads_for_grad_norm",
+            target="megatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm",
             replacement=_gradients_for_norm,
             parameters=("self",),
             reason="sums the squares of gradients in the blocks of their weights",
@@ -219,11 +209,10 @@ def _predicted_logits(original: Function) -> Function:
     def calculate(*args: Any, **kwargs: Any) -> Any:
         group = _group()
         target_mask, masked_target, predicted, _, exp_logits = original(*args, **kwargs)
-        features = BlockedFeatures((exp_logits.shape[-1],), BLOCKS // group.size())
+        features = BlockedFeatures((exp_logits.shape[-1],), group.size())
         if features.refusal:
             raise DegreeError(f"COC_DETERMINISTIC=tp: cross-entropy: {features.refusal}")
-        rows = exp_logits.flatten(0, -2)
-        sums = [features.columns(rows, index).sum(dim=-1) for index in range(features.count)]
+        sums = [block.sum(dim=-1) for block in features.blocks_of(exp_logits, -1)]
         total = sum_of_blocks(sums, group).view(exp_logits.shape[:-1])
         # Megatron-core adds what the ranks return: the total and zeros, in any order.
         return target_mask, masked_target, predicted, total if group.rank() == 0 else total.zero_(), exp_logits

@@ -16,22 +16,21 @@ experts.py. Older versions have no such parts: their layers run the original.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
-from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.patches.base import Function, Patch, PatchSet, defined_in
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
@@ -39,7 +38,7 @@ from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.expert_groups import in_groups, without_trace
+from ascend_parallel.tuning.measured.expert_groups import in_groups, pass_on_copies
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
@@ -96,9 +95,7 @@ def forward_parameters(version: tuple[int, ...]) -> tuple[str, ...]:
 def patch_set(megatron: Megatron) -> PatchSet:
     """Return the patches of the layer and of its experts, whose modules have been imported."""
     layer = Patch(
-        module=MODULE,
-        owner="MoELayer",
-        method="forward",
+        target=f"{MODULE}.MoELayer.forward",
         replacement=lambda original: moe_forward(original, megatron),
         parameters=forward_parameters(megatron.version),
         reason="exchanges rows with the experts' ranks under groups of experts and the shared expert",
@@ -106,9 +103,7 @@ def patch_set(megatron: Megatron) -> PatchSet:
     if megatron.version < FIRST:
         return PatchSet("megatron-core", None, [layer])
     experts = Patch(
-        module=EXPERTS,
-        owner="SequentialMLP",
-        method="forward",
+        target=f"{EXPERTS}.SequentialMLP.forward",
         replacement=experts_forward,
         parameters=("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
         reason="computes a group of its experts",
@@ -117,17 +112,6 @@ def patch_set(megatron: Megatron) -> PatchSet:
 
 
 ON_TOP = OnTop(MODULE, patch_set)
-
-
-@dataclass(frozen=True)
-class CoveredExperts:
-    """What the replaced forward tells coverage."""
-
-    megatron: Megatron
-
-    def uncovered(self, layer: Any) -> str | None:
-        """Return the reason why the original forward of `layer` must run, or None."""
-        return uncovered(layer, self.megatron)
 
 
 def moe_forward(original: Function, megatron: Megatron) -> Function:
@@ -148,7 +132,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
             return original(self, hidden_states, *args, **kwargs)
         return original(OverlappedCall(self, megatron, group, settings).overlay, hidden_states, *args, **kwargs)
 
-    setattr(forward, COVERAGE, CoveredExperts(megatron))
+    setattr(forward, COVERAGE, SimpleNamespace(uncovered=functools.partial(uncovered, megatron=megatron)))
     return forward
 
 
@@ -231,21 +215,14 @@ def _replaced_methods(layer: Any) -> str | None:
     for held, home in ((layer, MODULE), (layer.token_dispatcher, DISPATCHERS)):
         for name in REPEATED[type(held).__name__]:
             function = getattr(type(held), name, None)
-            if name in vars(held) or (function is not None and not _of_megatron(function, sys.modules[home])):
+            own = function is None or defined_in(function, sys.modules[home], _is_of_megatron)
+            if name in vars(held) or not own:
                 return f"what it computes was replaced: {type(held).__name__}.{name} is another package's"
     return None
 
 
-def _of_megatron(function: Any, home: ModuleType) -> bool:
-    """Tell whether a function was defined in `home`, with decorators of megatron-core only."""
-    while inspect.isfunction(function):
-        inner = getattr(function, "__wrapped__", None)
-        if inner is None:
-            return function.__globals__ is vars(home)
-        if not str(function.__globals__.get("__name__")).startswith("megatron.core"):
-            return False
-        function = inner
-    return False
+def _is_of_megatron(function: Function) -> bool:
+    return str(function.__globals__.get("__name__")).startswith("megatron.core")
 
 
 class GroupTokens(NamedTuple):
@@ -347,19 +324,12 @@ class OverlappedCall:
             return self._settings
         problem = experts_problem(rows, counts.experts, self._group)
 
-        def trial(tried: Settings | None) -> None:
-            with without_trace(rows.device):
-                copies = _copies(self._layer.experts)
-                run = functools.partial(self._run_group, parameters=copies)
-                local, x = LocalExperts(run=run, parameters=[*copies.values()]), rows.detach().requires_grad_()
-                wanted = [x]
-                if tried is None:
-                    out = experts_in_turn(x, counts, local, group=self._group, probs=probs.detach())
-                    wanted += [copy for copy in copies.values() if copy.requires_grad]
-                else:  # the copies get their gradients inside
-                    out, _ = run_experts(x, counts, local, group=self._group, settings=tried, probs=probs.detach())
-                torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        def copies() -> LocalExperts:
+            parameters = _copies(self._layer.experts)
+            run = functools.partial(self._run_group, parameters=parameters)
+            return LocalExperts(run=run, parameters=[*parameters.values()])
 
+        trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
         in_turn = functools.partial(trial, None)
         settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, in_turn, rows.device)
         if settings is self._megatron.settings:  # nothing was measured
@@ -393,8 +363,7 @@ class OverlappedCall:
         parameters = dict(layer.experts.named_parameters())
         compared = {name: parameter for name, parameter in parameters.items() if not parameter._backward_hooks}
         if layer.config.gradient_accumulation_fusion:
-            assert self._megatron.verifier is not None
-            self._megatron.verifier.note("gradients of experts' weights that are added to main_grad are not checked")
+            LEDGER.note("gradients of experts' weights that are added to main_grad are not checked")
             compared = {}
 
         def original(operands: Tensors) -> Tensors:

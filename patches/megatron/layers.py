@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.quantised import QuantisedWeight, Weight
+from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ParallelLinear
@@ -27,10 +27,10 @@ from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
-from ascend_parallel.patches.check import Verifier
+from ascend_parallel.patches.check import CheckedLinear
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.megatron.built_classes import flag_of
-from ascend_parallel.patches.megatron.check import MegatronLinear
+from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
 from ascend_parallel.patches.megatron.every_degree import (
     KnownLayouts,
@@ -40,7 +40,7 @@ from ascend_parallel.patches.megatron.every_degree import (
 )
 from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
-from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient, Postponed
+from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
@@ -91,7 +91,7 @@ class Megatron(Framework):
             fused=layer.gradient_accumulation_fusion,
             layers=self.layers,
             main_grad_at_forward=self.groups_handed_down,
-            postponed=Postponed(layer.grad_output_buffer, layer.config.wgrad_deferral_limit) if defers else None,
+            postponed=(layer.grad_output_buffer, layer.config.wgrad_deferral_limit) if defers else None,
             begin=begin,
         )
 
@@ -198,43 +198,29 @@ class Megatron(Framework):
         return _deterministic(settings) if asked else settings
 
 
-class ColumnCall(NamedTuple):
-    """A call of ColumnParallelLinear that is covered.
+class LayerCall(NamedTuple):
+    """A call of ColumnParallelLinear or RowParallelLinear that is covered.
 
+    kind
+        "column" or "row".
     weight
-        The layer's own, or the one that the call was given.
-    gathers_output
-        Whether the features of the output are gathered.
+        The layer's own, or the one that the call was given, read once: a parametrised weight is recomputed at each
+        read. Or a row layer's int8 weight.
     original
         Runs Megatron-core's own forward on a layer, x and a weight, with the other arguments of this call.
     around
         Whether the collectives of the overlapped layer run around the original.
+    gathers_output
+        Whether the features of a column layer's output are gathered.
     """
 
     layer: Any
+    kind: str
     x: torch.Tensor
-    weight: torch.Tensor
-    gathers_output: bool
+    weight: Any
     original: OriginalForward
-    around: bool = False
-
-
-class RowCall(NamedTuple):
-    """A call of RowParallelLinear that is covered.
-
-    weight
-        The layer's own, read once: a parametrised weight is recomputed at each read. Or its int8 weight.
-    original
-        Runs Megatron-core's own forward on a layer and x.
-    around
-        Whether the collectives of the overlapped layer run around the original.
-    """
-
-    layer: Any
-    x: torch.Tensor
-    weight: Weight
-    original: OriginalForward
-    around: bool = False
+    around: bool
+    gathers_output: bool = False
 
 
 def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -258,12 +244,8 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
             return original(self, input_, weight, runtime_gather_output)
         own = functools.partial(original, runtime_gather_output=runtime_gather_output)
         used = self.weight if weight is None else weight
-        call = ColumnCall(self, input_, used, gathers, own, megatron.around(self))
-        run = functools.partial(_column, megatron, call)
-        if (verifier := megatron.verifier) is not None:
-            run = functools.partial(_checked_column, megatron, call, verifier)
-        output: Output = megatron.timed(self, input_, run) if megatron.region_choice.undecided else run()
-        return output
+        call = LayerCall(self, "column", input_, used, own, megatron.around(self), gathers)
+        return _way(megatron, call, functools.partial(_column, megatron, call))()
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
@@ -280,18 +262,21 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             return original(self, input_)
         int8 = int8_weight(self)
         used = self.weight if int8 is None else int8
-        call = RowCall(self, input_, used, original, megatron.around(self))
-        run = functools.partial(_row, megatron, call)
-        if (verifier := megatron.verifier) is not None:
-            run = functools.partial(_checked_row, megatron, call, verifier)
-        output: Output = megatron.timed(self, input_, run) if megatron.region_choice.undecided else run()
-        return output
+        call = LayerCall(self, "row", input_, used, lambda layer, x, _: original(layer, x), megatron.around(self))
+        return _way(megatron, call, functools.partial(_row, megatron, call))()
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
 
 
-def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) -> Output:
+def _way(megatron: Megatron, call: LayerCall, run: Callable[..., Output]) -> Callable[[], Output]:
+    """Return how a covered call runs, which `run` runs: plainly, or checked, or timed too."""
+    if megatron.verifier is not None:
+        run = functools.partial(_checked, megatron, call, run)
+    return functools.partial(megatron.timed, call.layer, call.x, run) if megatron.region_choice.undecided else run
+
+
+def _column(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> Output:
     """Run a column layer; a check observes the start of its backward."""
     layer, x = call.layer, call.x
     group, settings = megatron.prepare(layer, "column", x, call.weight, reduce_input_grad=_reduces(layer))
@@ -321,12 +306,12 @@ def _column(megatron: Megatron, call: ColumnCall, begin: Begin | None = None) ->
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Output:
+def _row(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> Output:
     """Run a row layer; a check observes the start of its backward."""
     layer, x, weight = call.layer, call.x, call.weight
     group, settings = megatron.prepare(layer, "row", x, weight)
     if not settings.enabled:
-        return call.original(layer, x)
+        return call.original(layer, x, weight)
     if not layer.input_is_parallel:
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         x = megatron.region("scatter_to_tensor_model_parallel_region", x, group)
@@ -338,7 +323,7 @@ def _row(megatron: Megatron, call: RowCall, begin: Begin | None = None) -> Outpu
         gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
         parallel = ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows)
         if call.around:
-            product, _ = call.original(_alone(layer, bias=None, input_is_parallel=True), whole(x))
+            product, _ = call.original(_alone(layer, bias=None, input_is_parallel=True), whole(x), weight)
             y = leave_row(product, x, weight, parallel)
         else:
             y = run_row(x, weight, parallel)
@@ -369,38 +354,22 @@ def _alone(layer: Any, **changed: Any) -> AttributeOverlay:
     return AttributeOverlay(layer, config=config, **parts, **changed)
 
 
-def _checked_column(megatron: Megatron, call: ColumnCall, verifier: Verifier) -> Output:
-    """Run a column layer; compare it with Megatron-core's own if its check is due."""
-    layer, x, weight = call.layer, call.x, call.weight
-    linear = MegatronLinear(
+def _checked(megatron: Megatron, call: LayerCall, run: Callable[..., Output]) -> Output:
+    """Run a call; compare it with Megatron-core's own, which reads an int8 weight dequantised, if its check is due."""
+    layer, kind, x, weight, original, *_ = call
+    assert megatron.verifier is not None
+    options = {"reduce_input_grad": _reduces(layer)} if kind == "column" else {}
+    linear = CheckedLinear(
         layer=layer,
-        kind="column",
-        x=x,
-        weight=weight,
-        original=call.original,
-        settings=lambda: megatron.settings_for(layer, "column", x, weight, reduce_input_grad=_reduces(layer)),
-        sequence_parallel=layer.sequence_parallel,
-        reduces=not layer.disable_grad_reduce,
-    )
-    run = functools.partial(_column, megatron, call)
-    output: Output = verifier.run(linear.checked(megatron.group_of(layer), run))
-    return output
-
-
-def _checked_row(megatron: Megatron, call: RowCall, verifier: Verifier) -> Output:
-    """Run a row layer; compare it with Megatron-core's own, which reads an int8 weight dequantised."""
-    layer, x, weight = call.layer, call.x, call.weight
-    linear = MegatronLinear(
-        layer=layer,
-        kind="row",
+        kind=kind,
         x=x,
         weight=layer.weight if isinstance(weight, QuantisedWeight) else weight,
-        original=lambda stand_in, x, _: call.original(stand_in, x),
-        settings=lambda: megatron.settings_for(layer, "row", x, weight),
+        group=megatron.group_of(layer),
+        settings=lambda: megatron.settings_for(layer, kind, x, weight, **options),
         sequence_parallel=layer.sequence_parallel,
+        reduces=not getattr(layer, "disable_grad_reduce", False),
     )
-    run = functools.partial(_row, megatron, call)
-    output: Output = verifier.run(linear.checked(megatron.group_of(layer), run))
+    output: Output = megatron.verifier.run(beside_original(linear, original, run))
     return output
 
 

@@ -10,23 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, Product, WeightGradient
-
-
-class Postponed(NamedTuple):
-    """The outputs' gradients dy whose weight gradient is deferred, and the most of them (0: unlimited)."""
-
-    output_gradients: list[torch.Tensor]
-    limit: int
-
-    @property
-    def full(self) -> bool:
-        """Whether no further dy is deferred."""
-        return self.limit != 0 and len(self.output_gradients) >= self.limit
 
 
 class MegatronWeightGradient(WeightGradient):
@@ -39,7 +27,7 @@ class MegatronWeightGradient(WeightGradient):
         fused: bool,
         layers: ModuleType,
         main_grad_at_forward: bool,
-        postponed: Postponed | None,
+        postponed: tuple[list[torch.Tensor], int] | None,
         begin: Begin | None,
     ) -> None:
         """Hold the destination.
@@ -49,7 +37,7 @@ class MegatronWeightGradient(WeightGradient):
         layers
             The module that holds the fused kernel, if any.
         postponed
-            Collects deferred dy; None: nothing is deferred.
+            Collects dy whose weight gradient is deferred, and the most of them (0: unlimited); None: none is.
         begin
             Observes the backward of a call that is checked; None for other calls.
         """
@@ -62,9 +50,10 @@ class MegatronWeightGradient(WeightGradient):
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy and return True if the embedding's weight gradient is deferred and the list has room."""
-        if self._postponed is None or self._postponed.full:
+        output_gradients, limit = self._postponed or ([], 0)
+        if self._postponed is None or (limit and len(output_gradients) >= limit):
             return False
-        self._postponed.output_gradients.append(dy)
+        output_gradients.append(dy)
         return True
 
     def placeholder(self, x: torch.Tensor) -> torch.Tensor | None:

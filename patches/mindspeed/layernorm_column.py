@@ -18,7 +18,8 @@ import torch
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.megatron.check import MegatronLinear
+from ascend_parallel.patches.check import CheckedLinear
+from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
@@ -32,9 +33,7 @@ def patch_set(megatron: Megatron) -> PatchSet:
     """Return the patch of the layer, whose module has been imported; the layer has had two names."""
     names = [name for name in NAMES if hasattr(sys.modules[MODULE], name)]
     patch = Patch(
-        module=MODULE,
-        owner=(names or NAMES)[0],
-        method="forward",
+        target=f"{MODULE}.{(names or NAMES)[0]}.forward",
         replacement=lambda original: forward_with_norm(original, megatron),
         parameters=("self", "inp", "is_first_microbatch", "fp8_output"),
         reason="gathers under the matmul after MindSpeed's norm, reduces under the backward's matmuls",
@@ -80,27 +79,24 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         return _linear(layer, megatron, call)
     x, weight = call["input"], call["weight"]
 
-    def run(begin: Begin | None) -> tuple[torch.Tensor, None]:
-        return _linear(layer, megatron, call, begin), None
-
     def original(stand_in: Any, aliased_x: torch.Tensor, aliased_weight: torch.Tensor) -> tuple[torch.Tensor, None]:
         bias = None if call["bias"] is None else stand_in.bias
         aliased = {"input": aliased_x, "weight": aliased_weight, "bias": bias, "gradient_accumulation_fusion": False}
         return layer._linear_forward_impl(**(call | aliased | {"grad_output_buffer": None})), None
 
-    linear = MegatronLinear(
+    reduces = bool(call["allreduce_dgrad"])
+    linear = CheckedLinear(
         layer=layer,
         kind="column",
         x=x,
         weight=weight,
-        original=original,
-        settings=lambda: megatron.settings_for(
-            layer, "column", x, weight, reduce_input_grad=bool(call["allreduce_dgrad"])
-        ),
+        group=megatron.group_of(layer),
+        settings=lambda: megatron.settings_for(layer, "column", x, weight, reduce_input_grad=reduces),
         sequence_parallel=call["sequence_parallel"],
         reduces=not getattr(layer, "disable_grad_reduce", False),
     )
-    y: torch.Tensor = megatron.verifier.run(linear.checked(megatron.group_of(layer), run))[0]
+    run = functools.partial(_linear, layer, megatron, call)
+    y: torch.Tensor = megatron.verifier.run(beside_original(linear, original, run))
     return y
 
 

@@ -41,9 +41,7 @@ def patch_set(module: str, take: Callable[[dict[str, Any]], bool]) -> PatchSet:
     `take` receives the fields of `Settings` that CoC would read, and returns whether this package takes its place.
     """
     patch = Patch(
-        module=module,
-        owner="CoCFeature",
-        method="register_patches",
+        target=f"{module}.CoCFeature.register_patches",
         replacement=lambda original: _hand_over(original, take),
         parameters=("self", "patch_manager", "args"),
         reason="hands MindSpeed's CoC arguments to this package (COC_TAKE_OVER=1)",

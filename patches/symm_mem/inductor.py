@@ -96,11 +96,10 @@ class PassPatch:
         if unlike := _unlike(module):
             log.warning("torch.compile's async tensor-parallel pass stays as it is in torch %s: %s", *unlike)
             return
-        makers = {"fuse_all_gather_matmul": _gather, "fuse_matmul_reduce_scatter": _scatter}
-        for name, maker in makers.items():
+        for name, parameter in FUNCTIONS.items():
             original = getattr(module, name)
             self._originals[name] = original
-            self._replacements[name] = maker(original, module)
+            self._replacements[name] = _fuse(original, module, gathers=parameter == "all_gather")
             setattr(module, name, self._replacements[name])
 
 
@@ -118,45 +117,32 @@ def _unlike(module: ModuleType) -> tuple[str, str] | None:
     return None
 
 
-def _gather(original: Fuse, module: Any) -> Fuse:
+def _fuse(original: Fuse, module: Any, *, gathers: bool) -> Fuse:
+    """Make the replacement of the pass's function for gathers, or of that for scatters."""
+    plain, scaled = (GATHER, SCALED_GATHER) if gathers else (SCATTER, SCALED_SCATTER)
+
     @functools.wraps(original)
-    def fuse_all_gather_matmul(all_gather: Any) -> None:
-        if all_gather.shard_node._erased:
+    def fuse(collective: Any) -> None:
+        node = collective.shard_node if gathers else collective.input_node
+        if node._erased:
             return None
-        shard = module._get_tensor(all_gather.shard_node)
-        key = key_of(shard.device)
+        x = module._get_tensor(node)
+        key = key_of(x.device)
         if key is None:
-            return original(all_gather)
-        matmuls = module._find_consumer_matmuls(all_gather.res_node)
-        operator = SCALED_GATHER if _any_scaled(matmuls, module) else GATHER
-        last = module._is_last_dim(shard, all_gather.gather_dim)
-        if has_kernel(operator, key) and not last and _multiplies(operator, shard):
+            return original(collective)
+        if gathers:
+            matmuls, dim, covered = module._find_consumer_matmuls(collective.res_node), collective.gather_dim, True
+        else:
+            matmul, dim = _producer(node, module), collective.scatter_dim
+            matmuls, covered = [matmul], matmul is not None and collective.reduce_op in REDUCE_OPS
+        operator = scaled if any(isinstance(each, module._ScaledMatmul) for each in matmuls) else plain
+        covered = covered and not module._is_last_dim(x, dim) and (operator == scaled or x.dtype.is_floating_point)
+        if covered and has_kernel(operator, key):
             with _allowed():
-                return original(all_gather)
+                return original(collective)
         return None
 
-    return fuse_all_gather_matmul
-
-
-def _scatter(original: Fuse, module: Any) -> Fuse:
-    @functools.wraps(original)
-    def fuse_matmul_reduce_scatter(reduce_scatter: Any) -> None:
-        if reduce_scatter.input_node._erased:
-            return None
-        product = module._get_tensor(reduce_scatter.input_node)
-        key = key_of(product.device)
-        if key is None:
-            return original(reduce_scatter)
-        matmul = _producer(reduce_scatter.input_node, module)
-        operator = SCALED_SCATTER if _any_scaled([matmul], module) else SCATTER
-        last = module._is_last_dim(product, reduce_scatter.scatter_dim)
-        covered = matmul is not None and reduce_scatter.reduce_op in REDUCE_OPS and not last
-        if covered and has_kernel(operator, key) and _multiplies(operator, product):
-            with _allowed():
-                return original(reduce_scatter)
-        return None
-
-    return fuse_matmul_reduce_scatter
+    return fuse
 
 
 def _producer(node: Any, module: Any) -> Any:
@@ -167,15 +153,6 @@ def _producer(node: Any, module: Any) -> Any:
     if node.target is torch.ops.aten.reshape.default and node.args[0].op != "call_function":
         return None
     return module._find_producer_matmul(node)
-
-
-def _any_scaled(matmuls: list[Any], module: Any) -> bool:
-    return any(isinstance(matmul, module._ScaledMatmul) for matmul in matmuls)
-
-
-def _multiplies(operator: str, x: torch.Tensor) -> bool:
-    """Tell whether the kernel multiplies tensors of the dtype of x."""
-    return operator in (SCALED_GATHER, SCALED_SCATTER) or x.dtype.is_floating_point
 
 
 @contextmanager

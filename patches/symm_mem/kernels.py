@@ -63,7 +63,7 @@ def all_gather_matmul(
     nothing overlaps. Raises `ValueError` for an argument that is not allowed, `DisagreementError` if the ranks'
     settings differ, `CollectiveError` if a rank fails.
     """
-    _check_dim(GATHER, "gather_dim", gather_dim, "A", a_shard)
+    _check_dim(GATHER, "gather_dim", gather_dim, a_shard)
     if not bs:
         raise ValueError(f"symm_mem::{GATHER}: Bs=[] is not allowed: give one matrix or more")
     last = gather_dim == a_shard.ndim - 1
@@ -98,7 +98,7 @@ def matmul_reduce_scatter(
     reduce_op "avg" divides the sum by the number of ranks. The size of the dimension must be divisible by it. Errors as
     in `all_gather_matmul`.
     """
-    _check_dim(SCATTER, "scatter_dim", scatter_dim, "A", a)
+    _check_dim(SCATTER, "scatter_dim", scatter_dim, a)
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"symm_mem::{SCATTER}: reduce_op={reduce_op!r} is not allowed: {' or '.join(REDUCE_OPS)}")
     _check_matrix(SCATTER, "B", b, a, a.shape[-1])
@@ -132,14 +132,12 @@ def _gather_columns(a_shard: torch.Tensor, group: dist.ProcessGroup, settings: O
     return compute(BESIDE, "copy", torch.cat, stacked.unbind(), -1)
 
 
-def _check_dim(operator: str, name: str, dim: int, operand: str, x: torch.Tensor) -> None:
-    if x.ndim < 2:
+def _check_dim(operator: str, name: str, dim: int, a: torch.Tensor) -> None:
+    if a.ndim < 2:
+        raise ValueError(f"symm_mem::{operator}: A of shape {list(a.shape)} is not allowed: two dimensions or more")
+    if not 0 <= dim < a.ndim:
         raise ValueError(
-            f"symm_mem::{operator}: {operand} of shape {list(x.shape)} is not allowed: two dimensions or more"
-        )
-    if not 0 <= dim < x.ndim:
-        raise ValueError(
-            f"symm_mem::{operator}: {name}={dim} is not allowed for {operand} of {x.ndim} dimensions: 0 to {x.ndim - 1}"
+            f"symm_mem::{operator}: {name}={dim} is not allowed for A of {a.ndim} dimensions: 0 to {a.ndim - 1}"
         )
 
 

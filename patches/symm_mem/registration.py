@@ -16,50 +16,41 @@ KERNELS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
 CACHE_TAG = "ascend_parallel.symm_mem"
 
 
-class _Registration:
+class Registration:
     """What this process has registered."""
 
     def __init__(self) -> None:
-        self.library: Any = None
-        self.kernels: tuple[str, ...] = ()
-        self.pass_patch = PassPatch()
+        """Register nothing yet."""
+        self._library: Any = None
+        self._kernels: tuple[str, ...] = ()
+        self._pass_patch = PassPatch()
 
     def register(self) -> tuple[str, ...]:
-        if self.library is not None:
-            return self.kernels
-        free = [(name, key) for name in KERNELS for key in KEYS if not has_kernel(name, key)]
-        library: Any = torch.library.Library("symm_mem", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for name, key in free:
-            library.impl(name, KERNELS[name], key)
-        self.library = library
-        self.kernels = tuple(f"symm_mem::{name} on {key}" for name, key in free)
-        self.pass_patch.apply()
-        _tag_caches(True)
-        return self.kernels
+        """Register the kernels that torch lacks, on CPU and PrivateUse1; return the operators with their keys.
+
+        A kernel that exists stays. A second call changes nothing.
+        """
+        if self._library is None:
+            free = [(name, key) for name in KERNELS for key in KEYS if not has_kernel(name, key)]
+            library: Any = torch.library.Library("symm_mem", "FRAGMENT")  # type: ignore[no-untyped-call]
+            for name, key in free:
+                library.impl(name, KERNELS[name], key)
+            self._library = library
+            self._kernels = tuple(f"symm_mem::{name} on {key}" for name, key in free)
+            self._pass_patch.apply()
+            _tag_caches(True)
+        return self._kernels
 
     def unregister(self) -> None:
-        if self.library is None:
-            return
-        self.pass_patch.revert()
-        self.library._destroy()
-        self.library, self.kernels = None, ()
-        _tag_caches(False)
+        """Take back what `register` did; raises `PatchError` if another patch of inductor's pass is on top."""
+        if self._library is not None:
+            self._pass_patch.revert()
+            self._library._destroy()
+            self._library, self._kernels = None, ()
+            _tag_caches(False)
 
 
-_registration = _Registration()
-
-
-def register() -> tuple[str, ...]:
-    """Register the kernels that torch lacks, on CPU and PrivateUse1; return the operators with their keys.
-
-    A kernel that exists stays. A second call changes nothing.
-    """
-    return _registration.register()
-
-
-def unregister() -> None:
-    """Take back what `register` did; raises `PatchError` if another patch of inductor's pass is on top."""
-    _registration.unregister()
+REGISTRATION = Registration()
 
 
 def _tag_caches(on: bool) -> None:

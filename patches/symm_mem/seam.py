@@ -25,15 +25,15 @@ class SymmMemPatches(AppliedPatches):
 
     def apply(self) -> None:
         """Register the kernels that torch lacks."""
-        from ascend_parallel.patches.symm_mem.registration import register  # imports torch's private library
+        from ascend_parallel.patches.symm_mem.registration import REGISTRATION  # imports torch's private library
 
-        self._registered = register()
+        self._registered = REGISTRATION.register()
 
     def revert(self) -> None:
         """Take the kernels back."""
-        from ascend_parallel.patches.symm_mem.registration import unregister
+        from ascend_parallel.patches.symm_mem.registration import REGISTRATION
 
-        unregister()
+        REGISTRATION.unregister()
         self._registered = ()
 
     def status(self) -> list[PatchStatus]:

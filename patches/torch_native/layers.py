@@ -24,7 +24,7 @@ from ascend_parallel.patches.dtensor_linear import (
     positive,
     replicated,
 )
-from ascend_parallel.patches.linear_call import LinearCall, entered, layer_around, left, run_linear, too_few_rows
+from ascend_parallel.patches.linear_call import LinearCall, entered, layer_of, left, run_linear, too_few_rows
 from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
 # The attribute of a row layer's partial result that torch is to sum.
@@ -194,7 +194,7 @@ def _around(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> Paralle
     if too_few_rows(framework, call):
         return None
     framework.log_replaced(module, f"its forward is {full_name(module.forward)}, on top of the layer's or in its place")
-    return layer_around(framework, call)
+    return layer_of(framework, call)
 
 
 def _run(

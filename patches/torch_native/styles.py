@@ -6,6 +6,7 @@ Written against torch 2.7 to 2.15, torch/distributed/tensor/parallel/style.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -35,52 +36,41 @@ CALLED = "_ascend_parallel_called"
 COMPILED = "_torchdynamo_orig_callable"
 
 
-def column_apply(original: Function) -> Function:
-    """Make the method that replaces ``ColwiseParallel._apply``."""
+def followed_by(install_on: Callable[[Any, Any, Any], None], original: Function) -> Function:
+    """Make the method that replaces ``_apply`` of a style: ``install_on(style, module, mesh)`` follows the original."""
 
     @functools.wraps(original)
     def apply(self: Any, module: Any, device_mesh: Any) -> Any:
         returned = original(self, module, device_mesh)
-        if type(module) is torch.nn.Linear:
-            reason = _same_style(self, "ColwiseParallel")
-            if self.desired_input_layouts != (Replicate(),):
-                reason = f"its style wants the input as {self.desired_input_layouts}"
-            installed = InstalledByStyle(in_force=IN_FORCE, kind="column", mesh=device_mesh, reason=reason)
-            install(module, installed)
+        install_on(self, module, device_mesh)
         return returned
 
     return apply
 
 
-def row_apply(original: Function) -> Function:
-    """Make the method that replaces ``RowwiseParallel._apply``."""
-
-    @functools.wraps(original)
-    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        returned = original(self, module, device_mesh)
-        if type(module) is torch.nn.Linear:
-            reason = _same_style(self, "RowwiseParallel")
-            (output,) = self.output_layouts
-            if output != Replicate() and type(output) is not Shard:
-                reason = f"its style wants the output as {output}"
-            installed = InstalledByStyle(in_force=IN_FORCE, kind="row", mesh=device_mesh, reason=reason, output=output)
-            install(module, installed)
-        return returned
-
-    return apply
+def install_column(style: Any, module: Any, mesh: Any) -> None:
+    """Put the overlapped forward on a layer of ColwiseParallel."""
+    if type(module) is torch.nn.Linear:
+        reason = _same_style(style, "ColwiseParallel")
+        if style.desired_input_layouts != (Replicate(),):
+            reason = f"its style wants the input as {style.desired_input_layouts}"
+        install(module, InstalledByStyle(in_force=IN_FORCE, kind="column", mesh=mesh, reason=reason))
 
 
-def sequence_apply(original: Function) -> Function:
-    """Make the method that replaces ``SequenceParallel._apply``."""
+def install_row(style: Any, module: Any, mesh: Any) -> None:
+    """Put the overlapped forward on a layer of RowwiseParallel."""
+    if type(module) is torch.nn.Linear:
+        reason = _same_style(style, "RowwiseParallel")
+        (output,) = style.output_layouts
+        if output != Replicate() and type(output) is not Shard:
+            reason = f"its style wants the output as {output}"
+        install(module, InstalledByStyle(in_force=IN_FORCE, kind="row", mesh=mesh, reason=reason, output=output))
 
-    @functools.wraps(original)
-    def apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        returned = original(self, module, device_mesh)
-        if any(True for _ in module.parameters()):
-            install_norm(module, functools.partial(_norm, device_mesh))
-        return returned
 
-    return apply
+def install_sequence(style: Any, module: Any, mesh: Any) -> None:
+    """Put the forward in blocks of rows on a norm of SequenceParallel."""
+    if any(True for _ in module.parameters()):
+        install_norm(module, functools.partial(_norm, mesh))
 
 
 def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,42 +25,25 @@ VERSIONS = ">=5.16,<5.24"
 NEWEST = "5.23.0"
 
 
-class TransformersPatches(AppliedPatches):
-    """The patch of the styles' `install_forward`, and the forwards that it has put on layers."""
-
-    def __init__(self, settings: Settings) -> None:
-        """Read the installed version."""
-        version = importlib.metadata.version("transformers")
-        self._framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
-        super().__init__("transformers", version, patch_set(), self._framework)
-        if in_range(version, experts.VERSIONS):  # older versions exchange no rows, or in another way
-            self._sets["experts of transformers"] = experts_patch_set()
-
-    def apply(self) -> None:
-        """Patch; layers whose forward was installed under earlier patches are overlapped again."""
-        super().apply()
-        self._framework.put_in_force()
-
-    def revert(self) -> None:
-        """Restore the method; layers with an installed forward run the original."""
-        super().revert()
-        self._framework.put_out_of_force()
+def patches(settings: Settings) -> AppliedPatches:
+    """Return the patches of the installed transformers."""
+    version = importlib.metadata.version("transformers")
+    framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
+    # Older versions exchange no rows, or in another way.
+    others = {"experts of transformers": experts_patch_set()} if in_range(version, experts.VERSIONS) else {}
+    return AppliedPatches("transformers", version, patch_set(), framework, others)
 
 
 def patch_set() -> PatchSet:
     """Return the patches of the method with which styles install forwards."""
     patch = Patch(
-        module=MODULE,
-        owner="TensorParallelLayer",
-        method="install_forward",
+        target=f"{MODULE}.TensorParallelLayer.install_forward",
         replacement=install_forward,
         parameters=("self", "module", "mesh"),
         reason="reduces under a row layer's matmul, and the input gradient under a column layer's weight gradient",
     )
     of_heads = Patch(
-        module=MODULE,
-        owner="ReplicatedWithGradAllReduce",
-        method="install_forward",
+        target=f"{MODULE}.ReplicatedWithGradAllReduce.install_forward",
         replacement=install_head_norm,
         parameters=("self", "module", "mesh"),
         reason="with COC_DETERMINISTIC=tp sums the gradients of norms of queries and keys in blocks of heads",
@@ -84,17 +67,13 @@ def on_one_rank(model: Any) -> Any:
 def experts_patch_set() -> PatchSet:
     """Return the patches of the experts that an `ep_plan` dispatches rows to."""
     noted = Patch(
-        module=experts.MODULE,
-        owner="EpDispatchExpertsParallel",
-        method="install_forward",
+        target=f"{experts.MODULE}.EpDispatchExpertsParallel.install_forward",
         replacement=experts.install_forward,
         parameters=("self", "module", "ep_mesh", "tp_mesh", "ep_implementation"),
         reason="notes the experts of an ep_plan, for coverage",
     )
     called = Patch(
-        module=experts.MODULE,
-        owner="AllToAllEP",
-        method="__call__",
+        target=f"{experts.MODULE}.AllToAllEP.__call__",
         replacement=experts.call_experts,
         parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
         reason="exchanges rows with other experts' ranks under groups of experts",
@@ -106,6 +85,6 @@ TRANSFORMERS = Seam(
     name="transformers",
     title="transformers",
     module=MODULE,
-    make=TransformersPatches,
+    make=patches,
     before=("transformers.integrations.tensor_parallel",),
 )

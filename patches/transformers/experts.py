@@ -19,19 +19,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice, exchange_counts
 from ascend_parallel.ops.multiply import ALIGNMENT
-from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
+from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
 from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
 from ascend_parallel.patches.transformers.layers import IN_FORCE
-from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.expert_groups import without_trace
+from ascend_parallel.tuning.measured.expert_groups import pass_on_copies
 
 MODULE = "transformers.distributed.expert_parallel"
 VERSIONS = ">=5.23,<5.24"
@@ -178,7 +176,10 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
     expert_ids = index.reshape(-1)
     order = torch.argsort(expert_ids)
     sent = hidden[order // index.size(-1)]
-    received_counts, counts = _exchange_counts(expert_ids, implementation.num_local_experts, group)
+    # Not bincount, for which the host would wait for the device.
+    to_send = expert_ids.new_zeros(group.size(), implementation.num_local_experts, dtype=torch.long)
+    to_send.view(-1).scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long))
+    received_counts, counts = exchange_counts(to_send, group)
     names = [name for name, parameter in call.module._parameters.items() if parameter is not None]
     orders = _Orders(received_counts, counts)
 
@@ -195,9 +196,10 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
 
     local = LocalExperts(run=run, weights=[call.module._parameters[name] for name in names])
 
-    def trial(tried: Settings | None) -> None:
-        _pass_on_copies(sent, counts, local, group, tried)
+    def copies() -> LocalExperts:
+        return replace(local, weights=[x.detach().requires_grad_(x.requires_grad) for x in local.weights])
 
+    trial = functools.partial(pass_on_copies, sent, counts, copies, group)
     in_turn = functools.partial(trial, None)
     settings = framework.expert_groups.settings_for(problem, group, trial, in_turn, sent.device)
     if not settings.enabled:
@@ -207,21 +209,6 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
     by_token[order] = made
     output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
     return _all_rows(output, tp_mesh, call.hidden_states.size(0))
-
-
-def _pass_on_copies(
-    sent: torch.Tensor, counts: RowCounts, local: LocalExperts, group: dist.ProcessGroup, settings: Settings | None
-) -> None:
-    """Run a forward and backward that leave no trace in the run's graph, gradients or random states; None: in turn."""
-    with without_trace(sent.device):
-        copies = replace(local, weights=[x.detach().requires_grad_(x.requires_grad) for x in local.weights])
-        rows = sent.detach().requires_grad_()
-        if settings is None:
-            made = experts_in_turn(rows, counts, copies, group=group)
-        else:
-            made, _ = run_experts(rows, counts, copies, group=group, settings=settings)
-        wanted = [rows, *(x for x in copies.weights if x.requires_grad)]
-        torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
 
 
 def _own_rows(x: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
@@ -242,23 +229,6 @@ def _all_rows(y: torch.Tensor, tp_mesh: Any, rows: int) -> torch.Tensor:
         y.contiguous(), tp_mesh, [Shard(0)], shape=torch.Size(shape), stride=stride
     ).full_tensor()
     return gathered
-
-
-def _exchange_counts(
-    expert_ids: torch.Tensor, experts: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, RowCounts]:
-    """Return how many rows this rank's experts get from each rank, [R, E], and all counts on the host.
-
-    The host waits for the device once, as in transformers' own code.
-    """
-    sent = expert_ids.new_zeros(group.size() * experts, dtype=torch.long)
-    sent = sent.scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long)).view(-1, experts)
-    pending = Pending(torch.empty_like(sent), "all_to_all of the experts' counts", group)
-    with pending.launching():
-        pending.launch(dist.all_to_all_single, pending.tensor, sent, group=group, async_op=True)
-        received = pending.wait()
-    on_host: list[list[list[int]]] = torch.stack([sent, received]).tolist()
-    return received, RowCounts(sent=on_host[0], received=on_host[1])
 
 
 class _Orders:

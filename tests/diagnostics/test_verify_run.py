@@ -17,8 +17,7 @@ from launch import launch
 from test_verify import verifying
 
 from ascend_parallel import Settings, SettingsError, Verification
-from ascend_parallel.diagnostics.verify import difference, worst_place
-from ascend_parallel.diagnostics.verify.report import LayerErrors
+from ascend_parallel.diagnostics.verify import LayerErrors, difference, worst_place
 from ascend_parallel.environment import read_settings
 
 
@@ -307,7 +306,7 @@ def test_difference_and_worst_place():
 
 
 def test_differences_across_blocks(monkeypatch):
-    monkeypatch.setattr("ascend_parallel.diagnostics.verify.report.BLOCK", 4)
+    monkeypatch.setattr("ascend_parallel.diagnostics.verify.BLOCK", 4)
     expected = torch.arange(30.0).view(5, 6)
     found = expected.clone()
     found[3, 1] -= 2.9

@@ -153,15 +153,15 @@ def checked(group):
     ascend_parallel.configure(num_chunks=4, verify_every=1)
     engine = engine_of(group, "Qwen2")
     steps(engine, 1)
-    right = linear_call.column_linear
-    linear_call.column_linear = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
+    right = linear_call.run_column
+    linear_call.run_column = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
     try:
         steps(engine, 1)
         return ""
     except ascend_parallel.VerificationError as error:
         return str(error)
     finally:
-        linear_call.column_linear = right
+        linear_call.run_column = right
         ascend_parallel.configure(num_chunks=1, verify_every=0)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from every_degree import at_degrees, digest
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ascend_parallel
 
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch_parallel
 from hugging_face import load, tokens, whole, write
 
+from ascend_parallel.patches.dtensor_norm import install_norms, remove_norms
 from ascend_parallel.patches.transformers import on_one_rank
 
 STEPS = 5
@@ -156,6 +158,23 @@ def test_torchs_own_styles_train_alike_at_every_degree(ranks):
 def test_chunks_and_eight_ranks_change_nothing(ranks, path):
     (one,) = at_degrees(ranks, llama, path, torch.float32, TREE, degrees=(1,))
     assert at_degrees(ranks, llama, path, torch.float32, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
+
+
+def norms(group):
+    """The norm of a sharded DTensor, asked for in each way in which torch does."""
+    x = torch.randn(512, 96, generator=torch.Generator().manual_seed(0))
+    sharded = distribute_tensor(x, init_device_mesh("cpu", (group.size(),)), [Shard(0)])
+    install_norms()
+    try:
+        found = [torch.linalg.vector_norm(sharded), torch.linalg.vector_norm(sharded, 2.0)]
+        found += [torch.nn.utils.get_total_norm([sharded], foreach=foreach) for foreach in (None, False)]
+        return [norm.full_tensor().item().hex() for norm in found]
+    finally:
+        remove_norms()
+
+
+def test_a_norm_has_the_same_bits_however_it_is_asked_for(ranks):
+    assert len({norm for count in (2, 4) for of_rank in ranks(count).run(norms) for norm in of_rank}) == 1
 
 
 @pytest.mark.parametrize(

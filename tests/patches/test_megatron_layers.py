@@ -379,11 +379,11 @@ def test_nothing_stands_between_a_layer_and_its_kernel(ranks):
     for steps in ranks(2).run(steps_to_the_kernel):
         assert steps == {
             "matmul_all_reduce": [
-                *("forward", "_row", "run_row", "apply", "forward", "_row_forward"),
+                *("forward", "_row", "run_row", "apply", "forward", "row_forward"),
                 *("start_matmul_all_reduce", "matmul_all_reduce"),
             ],
             "all_gather_matmul": [
-                *("forward", "_column", "run_column", "apply", "forward", "_column_forward"),
+                *("forward", "_column", "run_column", "apply", "forward", "column_forward"),
                 *("run_all_gather_matmul", "all_gather_matmul"),
             ],
         }

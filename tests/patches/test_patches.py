@@ -30,9 +30,7 @@ def module():
 
 def patch(**changes):
     values = {
-        "module": "framework_of_this_test",
-        "owner": "Layer",
-        "method": "forward",
+        "target": "framework_of_this_test.Layer.forward",
         "replacement": lambda original: lambda self, x: original(self, x) + 1,
         "parameters": ("self", "x"),
         "reason": "adds one",
@@ -83,12 +81,11 @@ def test_a_patch_in_front_of_an_inherited_method_is_added_and_removed(module):
     exec("class Other(Base):\n    pass\nclass Derived(Other):\n    pass", module.__dict__)
     module.Base.make = classmethod(lambda cls, x: (cls, x))
     make = patch(
-        owner="Other",
-        method="make",
+        target="framework_of_this_test.Other.make",
         inherited=True,
         replacement=lambda original: lambda cls, x: (*original(cls, x), "ours"),
     )
-    patches = patch_set(patch(owner="Other", method="run", inherited=True), make)
+    patches = patch_set(patch(target="framework_of_this_test.Other.run", inherited=True), make)
     patches.apply("0.16.1")
     assert module.Base().run(1) == 1
     assert module.Derived().run(1) == 2
@@ -121,7 +118,7 @@ def test_revert_refuses_when_somebody_patched_on_top(module):
 def test_all_targets_are_checked_before_the_first_is_touched(module):
     original = module.Layer.__dict__["forward"]
     with pytest.raises(PatchError, match="expected a method of this class, found 3"):
-        patch_set(patch(), patch(method="value")).apply("0.16.1")
+        patch_set(patch(), patch(target="framework_of_this_test.Layer.value")).apply("0.16.1")
     assert module.Layer.__dict__["forward"] is original
 
 
@@ -129,9 +126,9 @@ def test_all_targets_are_checked_before_the_first_is_touched(module):
     ("changes", "message"),
     [
         ({"parameters": ("self", "x", "y")}, "expected the parameters self, x, y, found self, x"),
-        ({"owner": "Missing"}, "expected a class, found None"),
-        ({"method": "missing"}, "expected a method of this class, found None"),
-        ({"module": "no_such_module"}, "no_such_module cannot be imported"),
+        ({"target": "framework_of_this_test.Missing.forward"}, "expected a class, found None"),
+        ({"target": "framework_of_this_test.Layer.missing"}, "expected a method of this class, found None"),
+        ({"target": "no_such_module.Layer.forward"}, "no_such_module cannot be imported"),
     ],
 )
 def test_what_does_not_fit_is_refused(module, changes, message):

@@ -211,15 +211,15 @@ def checked(group, path):
     ascend_parallel.configure(num_chunks=4, verify_every=1)
     step(model)
     report = str(ascend_parallel.verification())
-    right = linear_call.row_linear
-    linear_call.row_linear = lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-3 * group.rank())
+    right = linear_call.run_row
+    linear_call.run_row = lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-3 * group.rank())
     try:
         step(model)
         error = ""
     except ascend_parallel.VerificationError as found:
         error = str(found)
     finally:
-        linear_call.row_linear = right
+        linear_call.run_row = right
         ascend_parallel.configure(num_chunks=1, verify_every=0)
     return report, error
 

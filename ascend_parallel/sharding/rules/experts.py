@@ -22,7 +22,7 @@ from math import prod
 import torch
 from torch.nn import functional as F
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
+from ascend_parallel.ops.expert_exchange import ExpertGroup, exchange_counts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape, shard
@@ -174,9 +174,8 @@ def _mixture(
         group = ExpertGroup(range(experts), (slice(0, sum(sent)),), (tuple(sent),))
         out = local.run(group, tokens[order // k], None, weights)
     else:
-        sent, received = exchange_counts(counts, ranks.group)
-        order = order[: sum(map(sum, sent))]
-        row_counts = RowCounts(sent, received)
+        _, row_counts = exchange_counts(counts, ranks.group)
+        order = order[: sum(map(sum, row_counts.sent))]
         out, _ = run_experts(tokens[order // k], row_counts, local, group=ranks.group, settings=ranks.settings)
     chosen = out.new_zeros(len(place), out.shape[-1]).index_copy(0, order, out)
     weighted = chosen.reshape(-1, k, out.shape[-1]) * weight.reshape(-1, k, 1)

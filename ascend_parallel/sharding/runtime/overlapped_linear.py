@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ascend_parallel.overlap.forward_wrapper import ForwardWrapper, run_directly
-from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh

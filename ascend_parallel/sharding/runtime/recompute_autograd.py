@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ascend_parallel.overlap.forward_wrapper import Products
+from ascend_parallel.overlap.layer import Products
 from ascend_parallel.sharding.rules.local import AllReduce
 
 Tensors = tuple[torch.Tensor, ...]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -19,10 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.expert_exchange import RowCounts
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
+from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry
@@ -138,17 +139,25 @@ def _times(
     }
 
 
-@contextmanager
-def without_trace(device: torch.device) -> Iterator[None]:
-    """Run a pass on copies inside this context: random states, hooks on saved tensors and checkpoints see nothing."""
-    devices = [] if device.type == "cpu" else [device.index]
-    with (
-        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-        hide_from_selective_checkpoint(),
-    ):
-        yield
+def pass_on_copies(
+    rows: torch.Tensor,
+    counts: RowCounts,
+    copies: Callable[[], LocalExperts],
+    group: dist.ProcessGroup,
+    settings: Settings | None,
+    *,
+    probs: torch.Tensor | None = None,
+) -> None:
+    """Run a forward and backward, of the experts that ``copies()`` returns, that leave no trace; None: in turn."""
+    with without_trace(rows.device), torch.enable_grad():
+        local, x, probs = copies(), rows.detach().requires_grad_(), None if probs is None else probs.detach()
+        wanted = [x, *(weight for weight in local.weights if weight.requires_grad)]
+        if settings is None:
+            made = experts_in_turn(x, counts, local, group=group, probs=probs)
+            wanted += [parameter for parameter in local.parameters if parameter.requires_grad]
+        else:  # parameters get their gradients inside
+            made, _ = run_experts(x, counts, local, group=group, settings=settings, probs=probs)
+        torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
 
 
 def in_groups(settings: Settings, count: int) -> Settings:

@@ -1,4 +1,7 @@
-"""Compare tensors block by block, and collect this process's results, layer by layer, for display only."""
+"""Verify layers inside a run: compare tensors block by block, and collect this process's results, for display only.
+
+The frameworks' patches run the checks (patches/check.py).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 # Elements per block: 4 MiB in fp32; a few temporaries of this size are alive at a time.
 BLOCK = 1 << 20
@@ -205,11 +209,11 @@ class Ledger:
         self._failures.append(text)
         return VerificationError(text)
 
-    def note(self, text: str, rank: int) -> None:
+    def note(self, text: str) -> None:
         """Store a note, and log it once on rank 0."""
         if text not in self._notes:
             self._notes.append(text)
-            if rank == 0:
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("verification: %s", text)
 
     def summary(self, every: int) -> Verification:
