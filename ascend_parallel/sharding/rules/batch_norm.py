@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, local_shape
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
 
@@ -81,7 +81,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
         return []
     x = call.inputs[0]
     channels = local_shape(x.shape, layouts[0], tuple(mesh_shape), [0] * len(mesh_shape))[CHANNELS]
-    nbytes = channels * _compute_dtype(x.dtype).itemsize
+    nbytes = channels * sum_dtype(x.dtype).itemsize
     found = []
     for dim in _summed(layouts[0], mesh_shape):
         found += [Reduction(dim, nbytes, "sum")] * 2 + [Reduction(dim, 2 * nbytes, "sum", "backward")]
@@ -134,7 +134,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         along = [dim for dim in range(x.dim()) if dim != CHANNELS]
-        wide = x.to(_compute_dtype(x.dtype))
+        wide = x.to(sum_dtype(x.dtype))
         mean = over.total(wide.sum(along), "forward") / over.count
         centred = wide - _spread(mean, x)
         var = over.total(centred.square().sum(along), "forward") / over.count
@@ -195,10 +195,6 @@ def _without_gradient(call: OpCall) -> list[int]:
 def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | None, ...]:
     """Return an axis's dimension of each output: the normalised tensor, then the statistics, which may be empty."""
     return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def register() -> None:

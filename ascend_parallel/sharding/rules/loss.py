@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, bounds, local_shape, shard
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
 
@@ -38,7 +38,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     rows = tuple(REPLICATE if placement == shard(CLASSES) else placement for placement in layouts[0])
     shape = list(local_shape(call.inputs[0].shape, rows, tuple(mesh_shape), [0] * len(mesh_shape)))
     del shape[CLASSES]
-    nbytes = prod(shape) * _compute_dtype(call.inputs[0].dtype).itemsize
+    nbytes = prod(shape) * sum_dtype(call.inputs[0].dtype).itemsize
     sums = 3 if arguments(call)["label_smoothing"] else 2
     dims = _dims(layouts[0], mesh_shape)
     return [Reduction(dim, nbytes, "max") for dim in dims] + [Reduction(dim, sums * nbytes, "sum") for dim in dims]
@@ -102,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, classes_part: _ShardedClasses) -> torch.Tensor:
-        x = logits.to(_compute_dtype(logits.dtype))
+        x = logits.to(sum_dtype(logits.dtype))
         largest = classes_part.over_ranks(x.amax(CLASSES), "max")
         places, own = classes_part.places(target, x.shape[CLASSES])
         sums = [(x - largest.unsqueeze(CLASSES)).exp_().sum(CLASSES)]
@@ -138,10 +138,6 @@ def _dims(layout: Layout, mesh_shape: Sequence[int]) -> list[int]:
     """Return the mesh dimensions of size > 1 that shard the classes."""
     pairs = zip(layout, mesh_shape, strict=True)
     return [dim for dim, (placement, size) in enumerate(pairs) if placement == shard(CLASSES) and size > 1]
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 NONE, MEAN, TOTAL = 0, 1, 2  # ATen's numbers for `reduction`
