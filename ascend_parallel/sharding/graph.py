@@ -80,6 +80,27 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return Binding(inspect.signature(model.forward), len(args), tuple(kwargs), spec, traced)
 
 
+def named_tensors(module: torch.nn.Module, *, all_names: bool = False) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and buffers by name; a tied one by the first of its names, or by all."""
+    named = (module.named_parameters, module.named_buffers)
+    return {name: tensor for own in named for name, tensor in own(remove_duplicate=not all_names)}
+
+
+def first_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return {name: first name of the same tensor} for all names of parameters and buffers."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, all_names=True).items()}
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, by each name of a tied parameter or buffer, its other names."""
+    names: dict[str, list[str]] = {}
+    for name, first in first_names(model).items():
+        names.setdefault(first, []).append(name)
+    several = [tied for tied in names.values() if len(tied) > 1]
+    return {name: tuple(other for other in tied if other != name) for tied in several for name in tied}
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep the garbage collector from running inside the context: it would visit every node made so far, many times."""

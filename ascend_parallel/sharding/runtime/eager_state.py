@@ -14,7 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
+from ascend_parallel.sharding.graph import (
+    CONSTANT,
+    INPUT,
+    FunctionCall,
+    Node,
+    ParameterRef,
+    Value,
+    first_names,
+    named_tensors,
+)
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, local_part, spec_of
@@ -24,7 +33,6 @@ from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import NOT_OVERLAPPED, RankPlan
-from ascend_parallel.sharding.tracing.function_calls import first_names
 
 
 class EagerState:
@@ -86,8 +94,7 @@ class EagerState:
     def held(self, model: torch.nn.Module) -> dict[ParameterRef, torch.Tensor]:
         """Return the model's parameters and buffers; a tied tensor by the first of its names."""
         if not self._owners:
-            named = (*model.named_parameters(), *model.named_buffers())
-            paths = [(name.rpartition("."), ParameterRef(name)) for name, _ in named]
+            paths = [(name.rpartition("."), ParameterRef(name)) for name in named_tensors(model)]
             self._owners = [(model.get_submodule(path), name, ref) for (path, _, name), ref in paths]
         return {ref: getattr(owner, name) for owner, name, ref in self._owners}
 

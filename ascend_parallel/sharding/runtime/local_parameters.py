@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ascend_parallel.sharding.graph import Node
+from ascend_parallel.sharding.graph import Node, named_tensors
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
@@ -63,7 +63,7 @@ def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def check_model(model: torch.nn.Module, nodes: Sequence[Node]) -> None:
     """Raise `ValueError` if a tensor differs from the traced tensor, or a parameter has a hook that would be lost."""
     _refuse_hooks(model)
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    held = named_tensors(model, all_names=True)
     for node in nodes:
         (meta,), tensor = node.outputs, held.get(node.source)
         if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (meta.shape, meta.dtype):
@@ -120,10 +120,7 @@ def hold(
 
 def by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[torch.Tensor, Layout]:
     """Return the layout of each tensor, for layouts by name; raises `ValueError` as `hold`."""
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    named = named_tensors(model, all_names=True)
     found: dict[torch.Tensor, Layout] = {}
     for name, layout in layouts.items():
         if name not in named:

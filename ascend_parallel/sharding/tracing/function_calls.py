@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import takewhile
 from typing import Any
 
@@ -29,6 +28,8 @@ from ascend_parallel.sharding.graph import (
     Ref,
     UntracedTensor,
     Value,
+    first_names,
+    named_tensors,
 )
 from ascend_parallel.sharding.tracing.functionalize import is_in_place
 from ascend_parallel.sharding.tracing.grad_mode_scopes import (
@@ -39,6 +40,7 @@ from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     without_gradient,
 )
 from ascend_parallel.sharding.tracing.model_files import calling_line
+from ascend_parallel.sharding.tracing.same_blocks import replaced_forward, tensors_in
 
 _PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
     is_sparse is_quantized is_nested is_mkldnn"""
@@ -94,30 +96,22 @@ class Recording:
     @contextmanager
     def noting(self, model: torch.nn.Module) -> Iterator[None]:
         """Record the calls of the model's forward inside the context; of several forwards those of the last."""
-        forward, own = model.forward, "forward" in vars(model)
         first = first_names(model)
 
-        @wraps(forward)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def record(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.calls.clear()
             self.refused = ""
-            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            named = named_tensors(model, all_names=True).items()
             origins = self.origins = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors)}
+            origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors_in((args, kwargs)))}
             with autocast_switched_off(), _CallRecorder(self, origins):
                 returned = forward(*args, **kwargs)
             for leaf in pytree.tree_leaves(returned):
                 _check_gradient(leaf)
             return returned
 
-        model.forward = recorded
-        try:
+        with replaced_forward(model, record):
             yield
-        finally:
-            model.forward = forward
-            if not own:
-                del model.forward
 
     def refuse(self, reason: str) -> None:
         """Keep the first reason why an eager run cannot follow the calls."""
@@ -304,13 +298,6 @@ def _missing(call: FunctionCall, graph: Graph) -> str:
                 return value.node
         available |= set(node.values)
     return ""
-
-
-def first_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name: first name of the same tensor} for all names of parameters and buffers."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def name_of(function: Callable[..., Any]) -> str:
