@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,8 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps, seconds
 from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Holder, Program, Step
@@ -114,7 +114,6 @@ def plan_function(
     arguments: Sequence[Argument],
     mesh: ProcessMesh,
     coordinate: tuple[int, ...],
-    hardware: str,
 ) -> FunctionPlan:
     """Return the plan of a call, for the rank at `coordinate`.
 
@@ -122,21 +121,16 @@ def plan_function(
     """
     device = mesh.device_mesh().device_type
     graph = trace(_TracedCall(call, arguments, device).eval(), (), twice=False)
-    return _Planner(graph, arguments, mesh, hardware).plan(coordinate)
-
-
-@lru_cache(maxsize=16)
-def _costs(mesh: ProcessMesh, hardware: str) -> tuple[MeshCosts, CostModel]:
-    return MeshCosts.of(mesh, hardware), CostModel(find_hardware(hardware))
+    return _Planner(graph, arguments, mesh).plan(coordinate)
 
 
 class _Planner:
     """Chooses the layouts of a function's operators, one after the other."""
 
-    def __init__(self, graph: Graph, arguments: Sequence[Argument], mesh: ProcessMesh, hardware: str) -> None:
+    def __init__(self, graph: Graph, arguments: Sequence[Argument], mesh: ProcessMesh) -> None:
         self._graph, self._arguments, self._mesh = graph, arguments, mesh
         self._shape = tuple(mesh.shape)
-        self._costs, self._model = _costs(mesh, hardware)
+        self._costs, self._model = costs_of(mesh), CostModel(find_hardware(hardware_of(mesh)))
         self._options = Options(self._shape)
         held = [node for node in graph.nodes.values() if node.call is None]
         self._places = {

@@ -42,15 +42,7 @@ HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 def reshard(
     dtensor: DTensor, mesh: Mesh, placements: Sequence[dtensor.Placement], *, costs: MeshCosts | None = None
 ) -> DTensor:
-    """Return the tensor with other placements, on the same mesh or on another; gradients flow back.
-
-    costs
-        The costs of collectives on the tensor's mesh, which decide among them; by default those of the device type.
-
-    Every rank of both meshes has to call it (at a mesh's first use, every rank of the default group). Raises
-    `ValueError` for placements that do not fit tensor and mesh, `TypeError` if `dtensor` is no DTensor or `placements`
-    no list.
-    """
+    """Return the tensor with other placements as torch's own DTensor; else as `ascend_parallel.sharding.reshard`."""
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
     target_mesh = ProcessMesh.of(mesh)
