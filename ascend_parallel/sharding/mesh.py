@@ -81,6 +81,11 @@ class ProcessMesh:
         """All ranks, row by row."""
         return list(self._places)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each dimension by name."""
+        return dict(zip(self._names, self.shape, strict=True))
+
     def size(self, name: str) -> int:
         """Return the size of a dimension by name."""
         return self.shape[self.dim(name)]
@@ -94,6 +99,17 @@ class ProcessMesh:
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return a global rank's index on each mesh dimension, or None if the rank is not in the mesh."""
         return self._places.get(rank)
+
+    def own_coordinate(self) -> tuple[int, ...]:
+        """Return this process's index on each mesh dimension; raises `ValueError` on a rank that is not in the mesh."""
+        rank = dist.get_rank()
+        if rank not in self._places:
+            raise ValueError(f"rank {rank} is not in {self}, so it has no part of the model")
+        return self._places[rank]
+
+    def ascends(self, dim: int) -> bool:
+        """Tell whether the ranks ascend along a dimension, as the ranks of a process group do."""
+        return bool((np.diff(self._array, axis=dim) > 0).all())
 
     def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
         """Return the mesh with dimension `name` first, or the submesh at `index` along `name`, without `name`."""

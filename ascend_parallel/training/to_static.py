@@ -264,7 +264,7 @@ def _strategy(
     loader_decides: bool,
 ) -> Strategy:
     """Return the given strategy with the mesh, the data dimension and the ZeRO stage of the marks."""
-    sizes, default = dict(zip(mesh.dim_names, mesh.shape, strict=True)), Strategy()
+    sizes, default = mesh.sizes, Strategy()
     strategy = given or default
     if strategy.mode != "auto":
         raise StrategyOptionError(f'mode={strategy.mode!r} with to_static: the marks decide; give mode "auto"')

@@ -203,8 +203,7 @@ class _Planner:
             cost=0.0,
             returned={value: self._layouts[value] for value in made},
         )
-        schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        rank_plan = RankPlan(plan=plan, schedule=schedule, coordinate=coordinate, local_inputs=True)
+        rank_plan = RankPlan(plan=plan, schedule=Schedule.of(plan), coordinate=coordinate, local_inputs=True)
         return compile_plan(rank_plan, graph, gradients=False)
 
     def _chosen(self, node: Node) -> Option:

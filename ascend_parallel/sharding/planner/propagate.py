@@ -227,7 +227,7 @@ def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
 
 def _placed(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
     """Return, by node, the placements of parameters and buffers that were DTensors when traced."""
-    sizes = tuple(zip(mesh.dim_names, mesh.shape, strict=True))
+    sizes = tuple(mesh.sizes.items())
     found = {}
     for name, node in graph.nodes.items():
         placed = graph.placed.get(node.source) if node.kind in (PARAMETER, BUFFER) else None
@@ -248,7 +248,7 @@ def _strategy(place: str, written: object, mesh: ProcessMesh) -> OperatorStrateg
     if not isinstance(written, tuple) or len(written) != 2:
         raise StrategyError(f"{place}: give a pair (in_strategy, out_strategy), not {written!r}")
     try:
-        return strategy(written[0], written[1], dict(zip(mesh.dim_names, mesh.shape, strict=True)))
+        return strategy(written[0], written[1], mesh.sizes)
     except StrategyError as error:
         raise StrategyError(f"{place}: {error}") from error
 

@@ -183,20 +183,20 @@ class Search:
                 self.configured[name] = str(node.mark or f"shard_tensor({node.source})")
         free = set(self.configured)
         if self.experts is not None:
-            along = self.mesh.dim_names.index(self.experts)
+            along = self.mesh.dim(self.experts)
             self.options, weights = expert_options(self.graph, self.options, along)
             if self.experts == self.data:
                 free |= weights
             else:
                 self.options = data_parallel_options(self.graph, self.options, free | weights, False, along)
         if self.data is not None:
-            data = self.mesh.dim_names.index(self.data)
+            data = self.mesh.dim(self.data)
             self.options = data_parallel_options(self.graph, self.options, free, self.semi_auto, data)
             if self.only_data_cuts_batch:
-                cut_by = {data} if self.experts is None else {data, self.mesh.dim_names.index(self.experts)}
+                cut_by = {data} if self.experts is None else {data, self.mesh.dim(self.experts)}
                 self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, cut_by)
         if self.sequence is not None:
-            along = self.mesh.dim_names.index(self.sequence)
+            along = self.mesh.dim(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
         self._interned = Interned()
         self._drop_averages()

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.layout import Shape, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import Request
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -112,7 +112,7 @@ def lines_of(shape: Shape, mesh: ProcessMesh, redistribution: Redistribution) ->
     for step in redistribution.steps if place is not None else ():
         assert place is not None
         dim = step.mesh_dim
-        after = (*layout[:dim], step.target, *layout[dim + 1 :])
+        after = with_placement(layout, dim, step.target)
         shapes = [local_shape(shape, ends, mesh.shape, place) for ends in (layout, after)]
         lines.append(MeshDimStep(mesh, step, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1]))
         layout = after

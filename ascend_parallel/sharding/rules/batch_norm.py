@@ -80,7 +80,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     if not arguments(call)["training"]:
         return []
     x = call.inputs[0]
-    channels = local_shape(x.shape, layouts[0], tuple(mesh_shape), [0] * len(mesh_shape))[CHANNELS]
+    channels = local_shape(x.shape, layouts[0], mesh_shape)[CHANNELS]
     nbytes = channels * sum_dtype(x.dtype).itemsize
     found = []
     for dim in _summed(layouts[0], mesh_shape):

@@ -285,9 +285,8 @@ def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     Of each row: what it was, what its expert's layers made of it, the activation's result, and what came back.
     """
     item, (experts, _, _) = call.inputs[UP].dtype.itemsize, call.inputs[UP].shape
-    origin = (0,) * len(mesh_shape)
     (*tokens, width), (own, inner, _) = (
-        local_shape(call.inputs[place].shape, layouts[place], mesh_shape, origin) for place in (X, UP)
+        local_shape(call.inputs[place].shape, layouts[place], mesh_shape) for place in (X, UP)
     )
     sent = prod(tokens) * call.inputs[INDEX].shape[-1]
     rows = sent * prod(mesh_shape[dim] for dim in exchange_dims(layouts)) * own / experts

@@ -36,7 +36,7 @@ def cuts_classes(layouts: Sequence[Layout]) -> bool:
 def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
     """Return the all-reduces per mesh dimension: a max per sample, then 2 sums per sample, 3 with label smoothing."""
     rows = tuple(REPLICATE if placement == shard(CLASSES) else placement for placement in layouts[0])
-    shape = list(local_shape(call.inputs[0].shape, rows, tuple(mesh_shape), [0] * len(mesh_shape)))
+    shape = list(local_shape(call.inputs[0].shape, rows, mesh_shape))
     del shape[CLASSES]
     nbytes = prod(shape) * sum_dtype(call.inputs[0].dtype).itemsize
     sums = 3 if arguments(call)["label_smoothing"] else 2

@@ -5,10 +5,12 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
-from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
+from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -58,7 +60,7 @@ def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllR
     def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
         step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
         observer(direction, step)
-        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
+        source = with_placement(whole, mesh_dim, step.source)
         return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
 
     return all_reduce
@@ -149,9 +151,8 @@ class _Compiler:
 
     def _register(self, value: Value, layout: Layout) -> int:
         meta, mesh = self._plan.graph.meta(value), self._plan.mesh
-        nbytes = meta.dtype.itemsize
-        for size in local_shape(meta.shape, forward(layout), tuple(mesh.shape), self._rank_plan.coordinate):
-            nbytes *= size
+        shape = local_shape(meta.shape, forward(layout), mesh.shape, self._rank_plan.coordinate)
+        nbytes = prod(shape) * meta.dtype.itemsize
         held = self._graph.nodes[value.node].kind not in (CALL, INPUT)
         self._registers.append(Register(value, layout, nbytes, held and layout == self._schedule.layouts[value]))
         return len(self._registers) - 1

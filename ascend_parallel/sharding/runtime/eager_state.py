@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -61,13 +60,10 @@ class EagerState:
 
         overlap: settings of the overlapped operators; None: no operator is overlapped.
         """
-        coordinate = plan.mesh.coordinate(dist.get_rank())
-        if coordinate is None:
-            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, coordinate
+        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, plan.mesh.own_coordinate()
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
-        self._schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
+        self._schedule = Schedule.of(plan)
         if overlap is not None:
             self._schedule = fuse(plan, replace(overlap, region=False), held_weights=True)
         self._settings = overlap or NOT_OVERLAPPED

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ascend_parallel.sharding.graph import Node, named_tensors
-from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds, text
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
@@ -126,7 +126,7 @@ def by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[tor
         if name not in named:
             raise ValueError(f"the plan lays out {name!r}, which the model lacks: trace and plan the same model")
         if found.setdefault(named[name], layout) != layout:
-            mine, tied = (" ".join(map(str, each)) for each in (layout, found[named[name]]))
+            mine, tied = map(text, (layout, found[named[name]]))
             raise ValueError(f"{name} is tied to a tensor laid out {tied}, and is itself laid out {mine}")
     return found
 

@@ -120,9 +120,7 @@ class ShardedModule(torch.nn.Module):
             refuse_sums_without_tree(plan, settings)  # the ranks have the same plan and settings: all refuse alike
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
-        coordinate = plan.mesh.coordinate(dist.get_rank())
-        if coordinate is None:
-            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
+        coordinate = plan.mesh.own_coordinate()
         self.plan, self.training = plan, plan.graph.training
         self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = coordinate, local_inputs

@@ -8,7 +8,7 @@ from typing import Any
 
 from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.layout import text
 from ascend_parallel.sharding.planner.operator_cost import amount
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
@@ -43,7 +43,7 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     held
         What a rank holds, where more is known than the plan: stages, recompute, ZeRO. None: `ShardingPlan.memory`.
     """
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.sizes.items())
     calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
     memory, objective = held or plan.memory(), plan.objective
@@ -73,7 +73,7 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
         Bytes that a rank holds.
     """
     found = []
-    for dim, (name, size) in enumerate(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)):
+    for dim, (name, size) in enumerate(plan.mesh.sizes.items()):
         share = _repeated(plan, dim) if size > 1 else 0.0
         if share > REPEATED:
             how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
@@ -122,11 +122,6 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
             if ours != theirs:
                 lines.append(f"{_where(node)}: {ours}; other: {theirs}")
     return lines
-
-
-def text(layout: Layout) -> str:
-    """Return a layout such as "S(0) R"."""
-    return " ".join(map(str, layout))
 
 
 @dataclass(frozen=True)
@@ -235,7 +230,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         for conversion in plan.conversions
     ]
     return {
-        "mesh": dict(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)),
+        "mesh": plan.mesh.sizes,
         "objective": plan.objective,
         "overlapped": plan.overlap is not None,
         "cost": plan.cost,

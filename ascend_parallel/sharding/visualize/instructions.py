@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
+from ascend_parallel.sharding.layout import text as layout_text
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
@@ -22,7 +23,6 @@ from ascend_parallel.sharding.runtime.instructions import (
     Load,
     Program,
     Redistribute,
-    Register,
     Start,
     Store,
     Wait,
@@ -115,7 +115,7 @@ class _Listing:
         for register in self._program.inputs:
             entry = registers[register]
             self._in_use += entry.nbytes
-            text = f"%{register} = input {graph.nodes[entry.value.node].source}: {_layout(entry)}"
+            text = f"%{register} = input {graph.nodes[entry.value.node].source}: {layout_text(entry.layout)}"
             yield ListedInstruction(text, entry.nbytes, self._in_use)
         yield from self._body("")
 
@@ -173,7 +173,7 @@ class _Listing:
             case Load():
                 node = self._rank_plan.plan.graph.nodes[instruction.value.node]
                 summed = ", gradient summed" if instruction.summed else ""
-                return f"{left}load {node.source}: {_layout(self._program.registers[instruction.writes[0]])}{summed}"
+                return f"{left}load {node.source}: {self._outcome(instruction)}{summed}"
             case Run():
                 name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
                 return f"{left}run {name}({reads}) -> {self._outcome(instruction)}"
@@ -189,7 +189,7 @@ class _Listing:
             case Start():
                 return f"start {reads}: {self._steps(instruction.redistributions[0])}"
             case Wait():
-                return f"{left}wait: {_layout(self._program.registers[instruction.writes[0]])}"
+                return f"{left}wait: {self._outcome(instruction)}"
             case Store():
                 return f"store {instruction.buffer}: {reads}"
             case Free():
@@ -199,7 +199,7 @@ class _Listing:
         return f"{left}begin and end recomputation here({reads})"
 
     def _outcome(self, instruction: Instruction) -> str:
-        return ", ".join(_layout(self._program.registers[register]) for register in instruction.writes)
+        return ", ".join(layout_text(self._program.registers[register].layout) for register in instruction.writes)
 
     def _freed_text(self, register: int) -> str:
         entry = self._program.registers[register]
@@ -210,7 +210,3 @@ class _Listing:
         names = self._rank_plan.plan.mesh.dim_names
         ahead, back = (each.text(names) for each in (redistribution.forward, redistribution.backward))
         return f"{ahead}; backward: {back}"
-
-
-def _layout(register: Register) -> str:
-    return " ".join(map(str, register.layout))

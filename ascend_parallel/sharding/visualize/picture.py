@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.layout import Layout, text
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
-from ascend_parallel.sharding.visualize.explain import text
 from ascend_parallel.sharding.visualize.repeated_layers import Fold, folded
 
 OPERATOR, GIVEN, COLLECTIVE, FOLDED, RETURNED = "operator", "given", "collective", "folded", "returned"
