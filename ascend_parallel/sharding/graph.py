@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -174,11 +174,22 @@ class OpCall:
         return str(self.target)
 
     @cached_property
+    def operator(self) -> str:
+        """The operator's bare name, such as "linear"."""
+        return self.name.split(".")[1]
+
+    @cached_property
+    def declared(self) -> Sequence[Any]:
+        """The arguments of the operator's schema."""
+        schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
+        arguments: Sequence[Any] = schema.arguments
+        return arguments
+
+    @cached_property
     def by_name(self) -> Mapping[str, Any]:
         """The arguments by name, defaults included."""
-        schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
-        named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
-        named |= {declared.name: value for declared, value in zip(schema.arguments, self.args, strict=False)}
+        named = {declared.name: declared.default_value for declared in self.declared if declared.has_default_value()}
+        named |= {declared.name: value for declared, value in zip(self.declared, self.args, strict=False)}
         return {**named, **self.kwargs}
 
 
@@ -346,10 +357,32 @@ class Graph:
         """Return the shape and dtype of a tensor."""
         return self.nodes[value.node].outputs[value.index]
 
+    def of_kind(self, *kinds: str) -> list[Node]:
+        """Return the nodes of these kinds, in order."""
+        return [node for node in self.nodes.values() if node.kind in kinds]
+
     @property
     def inputs(self) -> list[Node]:
         """Return the nodes of the model's inputs, in order."""
-        return [node for node in self.nodes.values() if node.kind == INPUT]
+        return self.of_kind(INPUT)
+
+    def computed_from(self, kind: str) -> set[str]:
+        """Return the nodes of a kind, and those that depend on them."""
+        found: set[str] = set()
+        for name, node in self.nodes.items():
+            if node.kind == kind or any(value.node in found for value in node.inputs):
+                found.add(name)
+        return found
+
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Return the nodes that these tensors are computed from, with those that produce them."""
+        found, waiting = set[str](), [value.node for value in values]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += [value.node for value in self.nodes[name].inputs]
+        return found
 
     @property
     def returned(self) -> list[Value]:

@@ -106,7 +106,7 @@ def readers_of_marked_weights(
     The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on every
     rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
     """
-    weights = (node.name for node in graph.nodes.values() if node.kind == PARAMETER and node.name in configured)
+    weights = (node.name for node in graph.of_kind(PARAMETER) if node.name in configured)
     waiting = [name for name in weights if all(map(_shards, options[name]))]
     found, readers = set[str](), graph.readers()
     while waiting:
@@ -128,8 +128,6 @@ TIE_BREAK = 1e-21
 WORTH_SHARDING = 1e-4
 # The dimension of the inputs that is the sequence, after the batch.
 SEQUENCE = 1
-# Stands for no mesh dimension in `is_whole`.
-NO_DIMENSION = -1
 
 
 @dataclass
@@ -232,7 +230,7 @@ class Search:
             whole = [value.node in self._fixed for value in node.inputs]
             if any(whole):
                 self.options[node.name] = without_partials(self.options[node.name], whole) or self.options[node.name]
-            if not is_whole(self.options[node.name][0], NO_DIMENSION, True):
+            if not is_whole(self.options[node.name][0]):
                 continue  # semi-automatic mode shards the node
             if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_sharding(node):
                 self.options[node.name] = self.options[node.name][:1]

@@ -102,7 +102,7 @@ class ShardingPlan:
 
     def __repr__(self) -> str:
         """Return a summary in a line; `explain` returns the details."""
-        calls = sum(node.kind == CALL for node in self.graph.nodes.values())
+        calls = len(self.graph.of_kind(CALL))
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives().items())) or "no collectives"
         return f"<ShardingPlan of {calls} operators on {self.mesh}: {kinds}, {1e3 * self.seconds:.3f} ms a step>"
 

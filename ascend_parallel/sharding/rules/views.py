@@ -80,7 +80,7 @@ def _order(call: OpCall, dims: int) -> list[int]:
         for place, dim in sorted(zip(target, source, strict=True)):
             order.insert(place, dim)
         return order
-    if call.name.split(".")[1] == "numpy_T":
+    if call.operator == "numpy_T":
         return order[::-1]
     first, second = ("dim0", "dim1") if "dim0" in named else ("axis0", "axis1")
     swapped = normal(named.get(first, -2), dims), normal(named.get(second, -1), dims)
@@ -117,7 +117,7 @@ def joined(call: OpCall) -> list[OpPlacements]:
 def moved_along(call: OpCall) -> list[OpPlacements]:
     """roll, flip, triu, tril, pad: shard a dimension along which no element moves."""
     dims = len(call.inputs[0].shape)
-    named, name = arguments(call), call.name.split(".")[1]
+    named, name = arguments(call), call.operator
     if name in ("triu", "tril"):
         moved = [dims - 2, dims - 1]
     elif "pad" in named:

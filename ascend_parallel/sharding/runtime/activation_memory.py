@@ -20,7 +20,7 @@ from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribut
 from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
-from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tracing.functionalize import memory_of
 
 
@@ -135,7 +135,7 @@ class SavedTensors:
         """Return the tensors kept from forward to backward."""
         found = list(found)
         inside = {name for block in found for name in block.nodes}
-        kept = self.by_all(node for node in calls(self._graph) if node.name not in inside)
+        kept = self.by_all(node for node in self._graph.of_kind(CALL) if node.name not in inside)
         for block in found:
             kept |= self.by_block(block)
         return kept

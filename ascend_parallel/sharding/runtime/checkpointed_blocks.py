@@ -12,7 +12,6 @@ from ascend_parallel.sharding.rules import draws, experts
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
-    calls,
     check_recompute,
     found_nodes,
     nodes_of,
@@ -105,7 +104,7 @@ class _BlockBuilder:
         """Return the outermost marked module of each node inside a marked module."""
         patterns = [pattern for pattern in self._recompute.modules if ":" not in pattern]
         found = {}
-        for node in calls(self._graph):
+        for node in self._graph.of_kind(CALL):
             paths = prefixes(node.module)
             owners = [path for path in paths if any(path_matches(path, pattern) for pattern in patterns)]
             if owners:

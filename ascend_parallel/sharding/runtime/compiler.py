@@ -12,12 +12,12 @@ import torch
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
+from ascend_parallel.sharding.planner.operator_cost import own_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import Observer
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
-from ascend_parallel.sharding.rules import AllToAll, local_call, own_collectives
+from ascend_parallel.sharding.rules import AllToAll, Reduction, local_call, own_collectives
 from ascend_parallel.sharding.rules.local import AllReduce, ExpertRanks
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
@@ -58,7 +58,7 @@ def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllR
     whole = (REPLICATE,) * mesh.ndim
 
     def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
-        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        step = own_step(Reduction(mesh_dim, tensor.numel() * tensor.element_size(), op), costs)
         observer(direction, step)
         source = with_placement(whole, mesh_dim, step.source)
         return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
@@ -137,7 +137,7 @@ class _Compiler:
     def _outputs(self) -> list[int]:
         """Store the buffers that the forward updated, and return the registers of the model's outputs."""
         plan, layouts = self._plan, self._schedule.layouts
-        held = {node.source: layouts[Value(node.name)] for node in plan.graph.nodes.values() if node.kind == BUFFER}
+        held = {node.source: layouts[Value(node.name)] for node in plan.graph.of_kind(BUFFER)}
         for value in (*self._graph.updates.values(), *self._graph.returned):
             self._value(value)  # a buffer is loaded before the first store: readers get its old value
         for buffer, value in self._graph.updates.items():

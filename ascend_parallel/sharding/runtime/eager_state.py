@@ -76,7 +76,7 @@ class EagerState:
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
             self.by_values[call.function, values].append(number)
         self.updated = frozenset(plan.graph.updates.values())
-        self.constants = {node.name: self._constant(node) for node in nodes_of(plan, CONSTANT)}
+        self.constants = {node.name: self._constant(node) for node in plan.graph.of_kind(CONSTANT)}
         self._first = first_names(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerState:
@@ -134,11 +134,6 @@ class EagerState:
     def _constant(self, node: Node) -> torch.Tensor:
         constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
         return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
-
-
-def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
-    """Return the nodes of these kinds."""
-    return [node for node in plan.graph.nodes.values() if node.kind in kinds]
 
 
 def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:

@@ -69,8 +69,8 @@ def _summed_dims(plan: ShardingPlan, redistribution: Redistribution | None) -> I
 def _operators(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
     """Yield operators of which a rank computes other bits than one rank alone."""
     for dim in range(plan.mesh.ndim):
-        for node in plan.graph.nodes.values():
-            if node.kind == CALL and (reason := _reason(plan, schedule, node, dim)):
+        for node in plan.graph.of_kind(CALL):
+            if reason := _reason(plan, schedule, node, dim):
                 yield node.name, dim, reason
 
 
@@ -90,7 +90,7 @@ def _reason(plan: ShardingPlan, schedule: Schedule, node: Node, dim: int) -> str
         for layout, dims in zip((*reads, *writes), shapes, strict=True)
         if layout[dim].kind == "shard"
     ]
-    matmul, operator = matmul_of(call), call.name.split(".")[1]
+    matmul, operator = matmul_of(call), call.operator
     if plan.mesh.shape[dim] == 1:  # the other dimensions' parts are whole
         is_cut = matmul is not None and reads[matmul.weight][dim].kind == "shard"
         return "it is cut, and neither a column nor a row layer" if is_cut else ""

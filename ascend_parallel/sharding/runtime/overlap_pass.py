@@ -88,7 +88,7 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
-        if node.kind == CALL and node.call is not None and (found := matmul_of(node.call)) is not None
+        if node.call is not None and (found := matmul_of(node.call)) is not None
     ]
     # For the same bits at every degree, one rank multiplies in the same blocks.
     dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or settings.at_every_degree]

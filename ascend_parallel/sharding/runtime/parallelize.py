@@ -18,7 +18,7 @@ from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_forward import EagerForward
-from ascend_parallel.sharding.runtime.eager_state import EagerState, nodes_of
+from ascend_parallel.sharding.runtime.eager_state import EagerState
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.local_parameters import by_tensor, check_model, local_slice
 
@@ -37,7 +37,7 @@ class _EagerMixin:
 
 def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]) -> None:
     """Replace parameters and buffers by DTensors. Tied tensors stay tied; tensors without a layout are replicated."""
-    nodes = nodes_of(plan, PARAMETER, BUFFER)
+    nodes = plan.graph.of_kind(PARAMETER, BUFFER)
     check_model(model, nodes)
     layouts = by_tensor(model, {node.source: plan.layouts[Value(node.name)] for node in nodes})
     dtensors: dict[torch.Tensor, torch.Tensor] = {}

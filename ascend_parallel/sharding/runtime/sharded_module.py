@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.bucketing import BUCKET_BYTES
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
+from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -147,11 +147,11 @@ class ShardedModule(torch.nn.Module):
         plan, returned = self.plan, self.plan.graph.kept
         # torch.export reads a tied tensor under one of its names and lists the other names as unread.
         read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
-        nodes = [node for node in self._nodes(PARAMETER, BUFFER) if node.name in read]
+        nodes = [node for node in plan.graph.of_kind(PARAMETER, BUFFER) if node.name in read]
         check_model(model, nodes)
         layouts = {node.source: plan.layouts[Value(node.name)] for node in nodes}
         self.held = hold(self, model, layouts, plan.mesh.shape, self.coordinate, rest=rest)
-        for node in self._nodes(CONSTANT):
+        for node in plan.graph.of_kind(CONSTANT):
             layout = plan.layouts[Value(node.name)]
             local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, self.coordinate)
             self.register_buffer(node.name, local, persistent=False)
@@ -221,7 +221,7 @@ class ShardedModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set the mode; raises `ValueError` if an operator depends on the mode and the other mode was traced."""
-        calls = (node.call for node in self._nodes(CALL) if node.call is not None)
+        calls = (node.call for node in self.plan.graph.nodes.values() if node.call is not None)
         other = mode != self.plan.graph.training and (mode or self.evaluation is None)
         if other and any(map(is_modal, calls)):
             traced = "training" if self.plan.graph.training else "evaluation"
@@ -277,9 +277,6 @@ class ShardedModule(torch.nn.Module):
         held, mesh = self.held[name], self.plan.mesh
         replicated = (REPLICATE,) * mesh.ndim
         return convert(local.detach(), held.shape, mesh, held.layout, replicated, self.plan.costs).clone()
-
-    def _nodes(self, *kinds: str) -> Iterator[Node]:
-        return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
 
 
 def _check_options(

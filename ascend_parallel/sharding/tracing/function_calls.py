@@ -248,7 +248,7 @@ def calls_of(
         return now.get(leaf.name, leaf) if isinstance(leaf, UntracedTensor) else leaf
 
     calls: list[FunctionCall] = []
-    rest = [node for node in graph.nodes.values() if node.kind == CALL]
+    rest = graph.of_kind(CALL)
     places = {node.name: place for place, node in enumerate(rest)}
     done = 0
     for count, entry in enumerate(recording.calls, start=1):

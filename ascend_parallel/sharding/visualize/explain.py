@@ -44,7 +44,7 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
         What a rank holds, where more is known than the plan: stages, recompute, ZeRO. None: `ShardingPlan.memory`.
     """
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.sizes.items())
-    calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
+    calls = len(plan.graph.of_kind(CALL))
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
     memory, objective = held or plan.memory(), plan.objective
     if plan.overlap is not None:

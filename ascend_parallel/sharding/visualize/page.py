@@ -132,7 +132,7 @@ def _place(plan: ShardingPlan, name: str) -> str:
     node = plan.graph.nodes[name]
     if node.call is None:
         return repeated(node.source)
-    return f"{repeated(node.module)} {node.call.name.split('.')[1]}".strip()
+    return f"{repeated(node.module)} {node.call.operator}".strip()
 
 
 def _readers(plan: ShardingPlan, names: str) -> str:
