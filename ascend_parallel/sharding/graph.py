@@ -86,6 +86,11 @@ def named_tensors(module: torch.nn.Module, *, all_names: bool = False) -> dict[s
     return {name: tensor for own in named for name, tensor in own(remove_duplicate=not all_names)}
 
 
+def in_place_of(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return what a module holds in place of a parameter or buffer: for a parameter `new` as a parameter."""
+    return torch.nn.Parameter(new, held.requires_grad) if isinstance(held, torch.nn.Parameter) else new
+
+
 def first_names(model: torch.nn.Module) -> dict[str, str]:
     """Return {name: first name of the same tensor} for all names of parameters and buffers."""
     first: dict[int, str] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ascend_parallel.sharding.graph import Node, named_tensors
+from ascend_parallel.sharding.graph import Node, in_place_of, named_tensors
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds, text
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
@@ -112,7 +112,7 @@ def hold(
                 continue
             layout = layout_of.get(whole, (REPLICATE,) * len(mesh_shape))
             if whole not in held:
-                held[whole] = _held(whole, local_slice(whole, layout, mesh_shape, coordinate))
+                held[whole] = in_place_of(whole, local_slice(whole, layout, mesh_shape, coordinate))
             found[f"{path}.{name}" if path else name] = ParameterLayout(tuple(whole.shape), layout)
             _register(_nested(target, path), name, held[whole], name not in module._non_persistent_buffers_set)
     return found
@@ -129,12 +129,6 @@ def by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[tor
             mine, tied = map(text, (layout, found[named[name]]))
             raise ValueError(f"{name} is tied to a tensor laid out {tied}, and is itself laid out {mine}")
     return found
-
-
-def _held(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if isinstance(whole, torch.nn.Parameter):
-        return torch.nn.Parameter(local, requires_grad=whole.requires_grad)
-    return local
 
 
 def _nested(target: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
-from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value
+from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value, in_place_of
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -48,8 +48,7 @@ def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]
             local = local_slice(tensor, layout, plan.mesh.shape, coordinate)
             placements = [placement.placement for placement in layout]
             dtensor = DTensor.from_local(local, plan.mesh.device_mesh(), placements, run_check=False)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            dtensors[tensor] = torch.nn.Parameter(dtensor, tensor.requires_grad) if is_parameter else dtensor
+            dtensors[tensor] = in_place_of(tensor, dtensor)
         return dtensors[tensor]
 
     for module in model.modules():

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Placed, named_tensors
+from ascend_parallel.sharding.graph import Placed, in_place_of, named_tensors
 from ascend_parallel.sharding.tracing.strategy_marks import marking
 
 ATTRIBUTE = "_ascend_parallel_placements"
@@ -65,9 +65,7 @@ def plain_copy(model: torch.nn.Module, whole: Callable[[DTensor], torch.Tensor])
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, DTensor):
-            plain = whole(tensor)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = torch.nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
+            memo[id(tensor)] = in_place_of(tensor, whole(tensor))
     placements = placements_of(model)
     copied = copy.deepcopy(model, memo)
     keep_placements(copied, placements)

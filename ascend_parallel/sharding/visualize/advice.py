@@ -169,7 +169,7 @@ class _Search:
         self.least, self.proposals, self.tries = step_seconds(automatic, hardware), proposals(automatic), 0
 
     def advice(self) -> Advice:
-        named = tuple(each.advised for each in self.proposals if each.advised.principles)
+        named = tuple(each for each in self.proposals if each.principles)
         unconfigured = self.plan(frozenset())
         alone = self.seconds(unconfigured)
         if alone <= self.least * (1 + EQUAL):
@@ -182,7 +182,7 @@ class _Search:
         plan = self.plan(chosen)
         reached = self.seconds(plan)
         advised = tuple(
-            replace(self.proposals[each].advised, seconds=self.seconds(self.plan(chosen - {each})) - reached)
+            replace(self.proposals[each], seconds=self.seconds(self.plan(chosen - {each})) - reached)
             for each in sorted(chosen)
         )
         return Advice(advised, reached, self.least, alone, plan, named)
@@ -192,7 +192,7 @@ class _Search:
         self.tries += 1
         if self.progress is not None:
             self.progress(f"searching operators to configure: propagation {self.tries}")
-        advised = [self.proposals[each].advised for each in sorted(chosen)]
+        advised = [self.proposals[each] for each in sorted(chosen)]
         strategies = {each.pattern: (each.in_strategy, None) for each in advised}
         return propagate(
             self.graph, self.automatic.mesh, strategies, objective="redistribution", hardware=self.hardware, **self.data
@@ -203,7 +203,7 @@ class _Search:
 
     def greedy(self, goal: float) -> frozenset[int]:
         """Return proposals with which a step takes at most `goal` seconds, and without any of which it takes longer."""
-        rest = sorted(range(len(self.proposals)), key=lambda each: _rank(self.proposals[each].advised))
+        rest = sorted(range(len(self.proposals)), key=lambda each: _rank(self.proposals[each]))
         chosen: list[int] = []
         reached = False
         while rest and not reached:

@@ -51,15 +51,7 @@ class Advised:
         return ", ".join(map(_text, self.in_strategy))
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A strategy that may be proposed, and the nodes that it names."""
-
-    advised: Advised
-    nodes: tuple[Node, ...]
-
-
-def proposals(plan: ShardingPlan) -> list[Proposal]:
+def proposals(plan: ShardingPlan) -> list[Advised]:
     """Return every operator that computes numbers, with the plan's strategy.
 
     Operators of repeated layers stand together as long as their strategies are equal: under a common pattern, else by
@@ -75,8 +67,7 @@ def proposals(plan: ShardingPlan) -> list[Proposal]:
     for path, nodes in _alike(plan.graph, groups):
         ordinals = ordinals_of(every[path_of(nodes)])
         for pattern, members in _named(plan, path, nodes, ordinals):
-            advised = _advised(plan, pattern, members, reasons)
-            found.append(Proposal(advised, tuple(members)))
+            found.append(_advised(plan, pattern, members, reasons))
     return found
 
 
