@@ -180,6 +180,13 @@ def operator_name(node: Node) -> str:
     return node.call.operator
 
 
+def where(node: Node) -> str:
+    """Return what messages call a node: "layers.0.mlp.up linear", or "parameter layers.0.mlp.up.weight"."""
+    if node.kind != CALL:
+        return f"{node.kind} {node.source}"
+    return f"{node.module} {operator_name(node)}".strip()
+
+
 def _calls(graph: Graph, path: str) -> list[Node]:
     return [node for node in graph.of_kind(CALL) if path_matches(node.module, path)]
 

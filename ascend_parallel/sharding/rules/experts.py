@@ -72,20 +72,6 @@ def mixture_of_experts(
     activation: "silu", "gelu", "gelu_tanh" or "relu". On one card backward computes the experts a second time; in a
     plan it does not. Raises `ValueError` for shapes that do not fit, and for another activation.
     """
-    _check(x, index, weight, up, down, gate, activation)
-    out: torch.Tensor = _operator(x, index, weight, up, down, gate, activation)
-    return out
-
-
-def _check(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    gate: torch.Tensor | None,
-    activation: str,
-) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"mixture_of_experts: activation={activation!r}; give one of {', '.join(ACTIVATIONS)}")
     if index.is_floating_point() or index.dtype == torch.bool:
@@ -99,6 +85,8 @@ def _check(
             f"mixture_of_experts: {given}; give x [..., H], index and weight [..., k], up and gate [E, F, H], "
             "down [E, H, F]"
         )
+    out: torch.Tensor = _operator(x, index, weight, up, down, gate, activation)
+    return out
 
 
 def _whole(

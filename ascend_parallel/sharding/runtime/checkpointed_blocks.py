@@ -14,7 +14,6 @@ from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
     check_recompute,
     found_nodes,
-    nodes_of,
     prefixes,
 )
 
@@ -132,8 +131,8 @@ class _BlockBuilder:
     def _operator_spans(self) -> dict[int, int]:
         """Return the span number of each unit in a span of single operators; overlapping spans are merged."""
         patterns = [pattern for pattern in self._recompute.modules if ":" in pattern]
-        operators = [name for pattern in patterns for name in nodes_of(self._graph, pattern)]
-        self._operators = {name for name in operators if name not in self._owners}
+        operators = [node for pattern in patterns for node in found_nodes(self._graph, pattern) if node.kind == CALL]
+        self._operators = {node.name for node in operators if node.name not in self._owners}
         ends = [(self._unit_of[name], self._last_reader(name)) for name in self._operators]
         spans: list[list[int]] = []
         for start, end in sorted(ends):

@@ -15,7 +15,6 @@ from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
@@ -293,19 +292,16 @@ def _check_options(
         raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings={settings!r}: give ascend_parallel.Settings, or None for the current settings")
-    _check_group(plan.mesh, group)
+    if group is not None:
+        ranks, mesh = sorted(dist.get_process_group_ranks(group)), plan.mesh
+        if ranks != sorted(mesh.process_ids):
+            raise ValueError(f"group has the ranks {ranks}, and {mesh} has others: give a group of the mesh's ranks")
+        if not mesh.has_groups:
+            raise RuntimeError(
+                f"{mesh} has no process groups: every rank of the job must call its device_mesh() before"
+            )
     if plan.graph.only_in_python:
         raise ValueError(
             f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
             "this from the forward, or use parallelize(), which runs the model's own Python"
         )
-
-
-def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        return
-    ranks = sorted(dist.get_process_group_ranks(group))
-    if ranks != sorted(mesh.process_ids):
-        raise ValueError(f"group has the ranks {ranks}, and {mesh} has others: give a group of the mesh's ranks")
-    if not mesh.has_groups:
-        raise RuntimeError(f"{mesh} has no process groups: every rank of the job must call its device_mesh() before")

@@ -10,7 +10,7 @@ from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
 from ascend_parallel.sharding.layout import text
 from ascend_parallel.sharding.planner.operator_cost import amount
-from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.planner.operator_strategy import operator_name, where
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
@@ -97,7 +97,7 @@ def _gathered(plan: ShardingPlan) -> dict[str, str]:
         gathers = [step for step in one.ahead.steps if step.kind == "all_gather" and step.nbytes]
         if node.kind == PARAMETER and node.name in plan.configured and gathers:
             seconds, nbytes = 1e3 * one.seconds, size_of(one.nbytes)
-            readers = ", ".join(_where(plan.graph.nodes[name]) for name in one.reader.split(", ") if name)
+            readers = ", ".join(where(plan.graph.nodes[name]) for name in one.reader.split(", ") if name)
             found[node.source] = f"{readers} is computed without its slices ({nbytes}, {seconds:.3f} ms a step)"
     return found
 
@@ -120,7 +120,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
         if name in other.graph.nodes:
             ours, theirs = _layouts(plan, node), _layouts(other, node)
             if ours != theirs:
-                lines.append(f"{_where(node)}: {ours}; other: {theirs}")
+                lines.append(f"{where(node)}: {ours}; other: {theirs}")
     return lines
 
 
@@ -177,16 +177,10 @@ def _nodes(plan: ShardingPlan, full: bool) -> Iterator[str]:
         row = rows[folded.first]
         yield from (f"    {conversion}{folded.times}" for conversion in row.conversions)
         if row.operator:
-            where = f"{row.where(folded.label)}{folded.times}"
-            yield f"{where:{WIDTH}}  {row.layouts}   [{row.why}]"
+            shown = f"{row.where(folded.label)}{folded.times}"
+            yield f"{shown:{WIDTH}}  {row.layouts}   [{row.why}]"
         if row.inside:
             yield f"    inside: {row.inside}"
-
-
-def _where(node: Node) -> str:
-    if node.kind != CALL:
-        return f"{node.kind} {node.source}"
-    return f"{node.module} {operator_name(node)}".strip()
 
 
 def _layouts(plan: ShardingPlan, node: Node) -> str:
@@ -208,7 +202,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         {
             "name": node.name,
             "kind": node.kind,
-            "where": _where(node),
+            "where": where(node),
             "inputs": [text(layout) for layout in plan.inputs[node.name]],
             "outputs": [text(layout) for layout in plan.output_layouts(node)],
             "why": plan.why(node),

@@ -10,7 +10,7 @@ from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.layout import text as layout_text
-from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.planner.operator_strategy import operator_name, where
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
@@ -175,14 +175,13 @@ class _Listing:
                 summed = ", gradient summed" if instruction.summed else ""
                 return f"{left}load {node.source}: {self._outcome(instruction)}{summed}"
             case Run():
-                name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
-                return f"{left}run {name}({reads}) -> {self._outcome(instruction)}"
+                return f"{left}run {where(instruction.node)}({reads}) -> {self._outcome(instruction)}"
             case Segment():
                 names = ", ".join(operator_name(run.node) for run in instruction.runs)
                 return f"{left}run compiled({reads}) -> {self._outcome(instruction)}: {names}"
             case RunKernel():
                 nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
-                names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
+                names = " and ".join(map(where, nodes))
                 return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}"
             case Redistribute():
                 return f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"
