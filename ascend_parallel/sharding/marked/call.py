@@ -154,7 +154,6 @@ class _DTensorCall:
         )
 
     def on_whole_tensors(self, *, draws: bool) -> Any:
-        """Run the function on whole tensors."""
         return on_whole_tensors(PropagatedDTensor, self.torch_call, self.tensors, self.mesh, draws=draws)
 
     def plan(self) -> FunctionPlan | str:
@@ -182,7 +181,6 @@ class _DTensorCall:
         return _plans[key]
 
     def run(self, plan: FunctionPlan) -> Any:
-        """Run the function by its plan."""
         values = _run(self, plan) | dict(zip(plan.arguments, self.tensors, strict=True))
         for index, value in plan.updates.items():
             if index in self.plain:
@@ -284,7 +282,6 @@ def _write(name: str, tensor: DTensor, new: DTensor, saved: bool) -> None:
 
 
 def _set_data(tensor: DTensor, data: torch.Tensor) -> None:
-    """Run ``tensor.data = data``."""
     if not isinstance(data, DTensor) or (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
         raise ValueError(
             f".data of a DTensor of {list(tensor.shape)} of {tensor.dtype} is set to {type(data).__name__} of "

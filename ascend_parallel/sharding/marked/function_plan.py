@@ -142,7 +142,6 @@ class _Planner:
         self._differentiable = {value for value, place in self._places.items() if arguments[place].differentiable}
 
     def plan(self, coordinate: tuple[int, ...]) -> FunctionPlan:
-        """Return the plan for the rank at `coordinate`."""
         graph = self._graph
         chosen = {node.name: self._chosen(node) for node in graph.nodes.values() if node.call is not None}
         read = {value: self._read(value, chosen) for value in self._places}

@@ -217,7 +217,6 @@ class ExposedCosts:
         return forward + backward * gradient
 
     def _passes(self, matmul: LocalMatmul, rows: bool) -> tuple[float, float]:
-        """Return the exposed seconds of forward and backward."""
         model = self._models[matmul.mesh_dim]
         assert model is not None
         linear = Linear(

@@ -102,8 +102,6 @@ class _MeshRedistribution:
 
 
 class _Reshard(torch.autograd.Function):
-    """Redistributes in forward; redistributes the gradient back in backward."""
-
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, planned: _MeshRedistribution) -> DTensor:
         ctx.planned, ctx.local_shape = planned, dtensor.to_local().shape
@@ -142,7 +140,6 @@ def _extreme_share(local: torch.Tensor, shape: Sequence[int], planned: _MeshRedi
 
 
 def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
-    """Return the number of ranks that the tensor is an average over."""
     return prod(size for placement, size in zip(layout, mesh.shape, strict=True) if placement.op == "avg")
 
 

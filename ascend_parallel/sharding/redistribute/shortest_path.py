@@ -199,7 +199,6 @@ class _LayoutSpace:
         self._time = cache(lambda kind, nbytes, dim: costs.seconds(kind, nbytes, dim) if nbytes else 0.0)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield all layouts of the space."""
         placements = [REPLICATE, *self._partials, *self._shards]
         return (layout for layout in product(placements, repeat=len(self._mesh_shape)) if self._allowed(layout))
 

@@ -285,7 +285,6 @@ class Part:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Return an accelerator's default generator."""
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]

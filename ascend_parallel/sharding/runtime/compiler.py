@@ -87,7 +87,6 @@ class _Compiler:
         self._started: dict[tuple[Value, str, Layout], int] = {}
 
     def forward(self) -> Program:
-        """Compile the whole forward."""
         rank_plan, nodes = self._rank_plan, self._graph.nodes.values()
         layouts = self._schedule.layouts
         whole = (REPLICATE,) * self._plan.mesh.ndim
@@ -254,7 +253,6 @@ class _Compiler:
         return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
 
     def _expert_ranks(self, mesh_dim: int) -> ExpertRanks:
-        """Return the ranks among which tokens go to their experts along a mesh dimension."""
         mesh, rank_plan = self._plan.mesh, self._rank_plan
         places = mesh.places_in_group(mesh_dim, rank_plan.coordinate)
         return ExpertRanks(mesh.group(mesh_dim), places, rank_plan.settings)

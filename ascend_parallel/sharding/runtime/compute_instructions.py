@@ -79,7 +79,6 @@ class Run(Instruction):
 
     @cached_property
     def _inputs(self) -> tuple[int, ...]:
-        """The registers of the operator's inputs."""
         return self.reads[: len(self.node.inputs)]
 
     @property

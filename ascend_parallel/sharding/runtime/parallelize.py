@@ -72,7 +72,6 @@ def _run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the forward's outputs, global on every rank."""
     tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
     run = EagerForward(state, model)
     args, kwargs = _arranged(state.plan, run.inputs(tensors))

@@ -206,7 +206,6 @@ def _check_gradient(leaf: Any) -> None:
 
 
 def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """Return the tracer's node that produced a tensor, or None."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     node: torch.fx.Node | None = None if slot is None else slot.proxy.node
@@ -214,7 +213,6 @@ def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def _latest_node() -> torch.fx.Node | None:
-    """Return the node that was traced last."""
     mode = get_proxy_mode()
     # With torch 2.11 what `reversed` returns can be iterated, and is no iterator itself.
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)

@@ -183,7 +183,6 @@ class _Aliases:
         return all(_never_aliases(user) or (is_in_place(user) and user.args[0] is not node) for user in others)
 
     def _read_after(self, value: torch.fx.Node, node: torch.fx.Node) -> bool:
-        """Tell whether a node after `node` reads `value`."""
         return any(self._order[user] > self._order[node] for user in value.users if user not in self._dead)
 
 
@@ -218,7 +217,6 @@ def _is_view(node: torch.fx.Node) -> bool:
 
 
 def _is_vmap(node: torch.fx.Node) -> bool:
-    """Tell whether a node enters or leaves a torch.vmap."""
     return getattr(node.target, "__module__", "").startswith("torch._functorch")
 
 

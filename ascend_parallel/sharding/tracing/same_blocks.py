@@ -162,7 +162,6 @@ class ForwardNotes(TorchFunctionMode):
         return returned
 
     def _run(self, path: str, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block."""
         if not self._scopes:
             return forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -97,7 +97,6 @@ class Advice:
         }
 
     def _principles(self) -> list[str]:
-        """Return lines with what the principles name."""
         lines = ["The published principles name these operators:", *_table(self.named, costs=False)]
         for number, title in TITLES.items():
             patterns = [advised.pattern for advised in self.named if number in advised.principles]

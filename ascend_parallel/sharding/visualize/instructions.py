@@ -110,7 +110,6 @@ class _Listing:
         self._sharing = Counter[int]()  # how many views hold the memory of a register
 
     def lines(self) -> Iterator[ListedInstruction]:
-        """Yield the lines."""
         graph, registers = self._rank_plan.plan.graph, self._program.registers
         for register in self._program.inputs:
             entry = registers[register]

@@ -85,7 +85,6 @@ class _Painter:
         self._returned = set(plan.graph.returned)
 
     def paint(self) -> Picture:
-        """Return the picture."""
         for name, title in self._shown.items():
             if title not in self._picture.boxes:
                 fold = self._folds.get(title)

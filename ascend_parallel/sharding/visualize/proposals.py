@@ -89,7 +89,6 @@ def _computes(node: Node) -> bool:
 
 
 def _by_operator(graph: Graph) -> dict[tuple[str, str], list[Node]]:
-    """Return all calls by path and operator."""
     found: dict[tuple[str, str], list[Node]] = {}
     for node in graph.of_kind(CALL):
         found.setdefault(path_of([node]), []).append(node)
