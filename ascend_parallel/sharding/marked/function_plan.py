@@ -26,6 +26,7 @@ from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of
+from ascend_parallel.sharding.rules.axes import is_float
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Holder, Program, Step
@@ -210,9 +211,7 @@ class _Planner:
         assert node.call is not None
         gradients = [value in self._differentiable for value in node.inputs]
         outputs = {
-            value
-            for value, meta in zip(node.values, node.outputs, strict=True)
-            if any(gradients) and (meta.dtype.is_floating_point or meta.dtype.is_complex)
+            value for value, meta in zip(node.values, node.outputs, strict=True) if any(gradients) and is_float(meta)
         }
         self._differentiable |= outputs
         # What is whole on a mesh dimension stays whole there: slices are free, and gathering them later is not.

@@ -13,6 +13,7 @@ from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Graph, Node, 
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, is_even, shard
 from ascend_parallel.sharding.rules import OpPlacements, experts, strategies
 from ascend_parallel.sharding.rules import allowed as goes_together
+from ascend_parallel.sharding.rules.axes import is_float
 
 Signature = tuple[object, ...]
 
@@ -273,5 +274,5 @@ def differentiable_values(graph: Graph) -> frozenset[Value]:
         is_source = node.kind == PARAMETER or node.name in graph.with_gradient
         if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
             tensors = zip(node.values, node.outputs, strict=True)
-            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
+            differentiable |= {value for value, meta in tensors if is_float(meta)}
     return frozenset(differentiable)

@@ -28,10 +28,10 @@ from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placemen
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
+from ascend_parallel.sharding.tracing.functionalize import FUNCTIONAL_BATCH_NORM
 
 STATISTICS = ("running_mean", "running_var")
 CHANNELS = 1  # the dimension of the channels
-FUNCTIONAL = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
 def _without_statistics(
@@ -46,7 +46,7 @@ _library.define(
     "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("local_batch_norm.stateless(Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor")
-_library.impl("local_batch_norm", FUNCTIONAL, "CompositeImplicitAutograd")
+_library.impl("local_batch_norm", FUNCTIONAL_BATCH_NORM, "CompositeImplicitAutograd")
 _library.impl("local_batch_norm.stateless", _without_statistics, "CompositeImplicitAutograd")
 LOCAL = torch.ops.ascend_parallel.local_batch_norm.default
 LOCAL_WITHOUT_STATISTICS = torch.ops.ascend_parallel.local_batch_norm.stateless
@@ -200,6 +200,6 @@ def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | N
 def register() -> None:
     """Register this file's rules."""
     register_all("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", over_channels)
-    for target in (torch.ops.aten.batch_norm, torch.ops.aten._native_batch_norm_legit_functional):
+    for target in ("aten.batch_norm", "aten._native_batch_norm_legit_functional"):
         register_rule(target, of_whole_batch, run, reductions)
     register_rule("ascend_parallel.local_batch_norm", of_local_batch)

@@ -16,7 +16,6 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall
 from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
@@ -212,9 +211,8 @@ class SavedTensors:
 
     def _is_sent(self, value: Value, target: Layout) -> bool:
         """Tell whether the redistribution of a tensor to `target` communicates in forward."""
-        meta, source = self._graph.meta(value), self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
-        mesh_shape, layouts = tuple(self._plan.mesh.shape), (forward(source), forward(target))
-        return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *layouts, self._plan.costs).nbytes > 0
+        source = self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
+        return self._plan.redistribution(value, source, target).nbytes > 0
 
     def _bytes(self, value: Value, layout: Layout) -> float:
         return self._graph.meta(value).local_bytes(layout, self._plan.mesh.shape)

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.rules.batch_norm import FUNCTIONAL, LOCAL
+from ascend_parallel.sharding.rules.batch_norm import LOCAL
 from ascend_parallel.sharding.rules.npu import ATTENTION
+from ascend_parallel.sharding.tracing.functionalize import BATCH_NORM, FUNCTIONAL_BATCH_NORM
 
-BATCH_NORM = torch.ops.aten.batch_norm.default
-UPDATING = (FUNCTIONAL, LOCAL)  # batch norms that update running statistics
+UPDATING = (FUNCTIONAL_BATCH_NORM, LOCAL)  # batch norms that update running statistics
 DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 # The argument that switches dropout off in evaluation, with its value there, by operator.
 DROPPING: dict[str, tuple[str, Any]] = {
