@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,15 @@ class _EagerMixin:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, global on every rank, for global inputs (or local, with `local_inputs`)."""
         state: EagerState = vars(self)[STATE]
-        return _run(state, self, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+        tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
+        run = EagerForward(state, self)  # type: ignore[arg-type]
+        args, kwargs = _arranged(state.plan, run.inputs(tensors))
+        # code that asks whether it is traced, as the masks of transformers do, takes the branch that was traced
+        with _compiling_state_context(), run:
+            returned = super().forward(*args, **kwargs)  # type: ignore[misc]
+        outputs = run.outputs(returned)
+        run.store_updates()
+        return outputs
 
 
 def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]) -> None:
@@ -63,24 +71,6 @@ def collective_counts(model: torch.nn.Module) -> Counter[CollectiveEvent]:
         raise ValueError(f"{type(model).__name__} is not an eager model: call parallelize(model, plan) before")
     state: EagerState = vars(model)[STATE]
     return state.collective_counts
-
-
-def _run(
-    state: EagerState,
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
-    run = EagerForward(state, model)
-    args, kwargs = _arranged(state.plan, run.inputs(tensors))
-    # code that asks whether it is traced, as the masks of transformers do, takes the branch that was traced
-    with _compiling_state_context(), run:
-        returned = forward(*args, **kwargs)
-    outputs = run.outputs(returned)
-    run.store_updates()
-    return outputs
 
 
 def _arranged(plan: ShardingPlan, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
