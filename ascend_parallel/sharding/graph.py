@@ -379,16 +379,6 @@ class Graph:
                 found.add(name)
         return found
 
-    def needed_for(self, values: Iterable[Value]) -> set[str]:
-        """Return the nodes that these tensors are computed from, with those that produce them."""
-        found, waiting = set[str](), [value.node for value in values]
-        while waiting:
-            name = waiting.pop()
-            if name not in found:
-                found.add(name)
-                waiting += [value.node for value in self.nodes[name].inputs]
-        return found
-
     @property
     def returned(self) -> list[Value]:
         """Return the tensors among the model's outputs, in order."""
@@ -398,6 +388,16 @@ class Graph:
     def kept(self) -> set[Value]:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         return {*self.returned, *self.updates.values()}
+
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Return the names of the nodes that these tensors are computed from, with those that make them."""
+        found, waiting = set[str](), [value.node for value in values]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += [value.node for value in self.nodes[name].inputs]
+        return found
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
