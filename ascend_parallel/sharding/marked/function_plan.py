@@ -130,7 +130,7 @@ class _Planner:
 
     def __init__(self, graph: Graph, arguments: Sequence[Argument], mesh: ProcessMesh) -> None:
         self._graph, self._arguments, self._mesh = graph, arguments, mesh
-        self._shape = tuple(mesh.shape)
+        self._shape = mesh.shape
         self._costs, self._model = costs_of(mesh), CostModel(find_hardware(hardware_of(mesh)))
         self._options = Options(self._shape)
         held = [node for node in graph.nodes.values() if node.call is None]

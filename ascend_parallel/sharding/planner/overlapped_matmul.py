@@ -134,7 +134,7 @@ def column_obstacle(
 
 def _rows_obstacle(shape: Shape, layout: Layout, mesh: ProcessMesh, mesh_dim: int) -> str:
     """Return why an overlapped operator cannot gather or scatter a tensor's slices as rows; "" if it can."""
-    dim, mesh_shape = layout[mesh_dim].dim, tuple(mesh.shape)
+    dim, mesh_shape = layout[mesh_dim].dim, mesh.shape
     if dim == len(shape) - 1:
         return f"{layout[mesh_dim]} shards its features, not its rows"
     if not is_even(shape, layout, mesh_shape):

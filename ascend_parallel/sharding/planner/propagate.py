@@ -187,7 +187,7 @@ def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:
             )
         if node.call is not None and not has_rule(node.call):
             unknown.setdefault(node.call.name, []).append(node)
-    shape, model = tuple(mesh.shape), CostModel(find_hardware(hardware)) if unknown else None
+    shape, model = mesh.shape, CostModel(find_hardware(hardware)) if unknown else None
     for name, nodes in unknown.items():
         assert model is not None
         took = sum(
@@ -289,7 +289,7 @@ def slice_replicated(plan: ShardingPlan) -> ShardingPlan:
     MindSpore's manual configurations do the same.
     """
     layouts, inputs, sliced = dict(plan.layouts), dict(plan.inputs), set()
-    readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))
+    readers, options = plan.graph.readers(), Options(plan.mesh.shape)
     kept = plan.graph.kept | set(plan.shared_layouts)
     for node in reversed(list(plan.graph.nodes.values())):
         if not _is_free(plan, node):

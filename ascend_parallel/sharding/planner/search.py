@@ -161,7 +161,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
-        self._shape = tuple(self.mesh.shape)
+        self._shape = self.mesh.shape
         self._exposed = ExposedCosts(self.costs, self.overlap) if self.overlap and self.objective == "time" else None
         self.edges = EdgeCosts(self._shape, self.costs, self._exposed)
         self._model = CostModel(find_hardware(self.hardware))

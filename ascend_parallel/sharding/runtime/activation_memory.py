@@ -163,7 +163,7 @@ class SavedTensors:
 
     def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
         """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
-        layouts, shape = self._schedule.inputs[node.name], tuple(self._plan.mesh.shape)
+        layouts, shape = self._schedule.inputs[node.name], self._plan.mesh.shape
         found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
         found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found

@@ -241,7 +241,7 @@ class _Compiler:
         """Return the instruction that runs the rank's part of an operator."""
         call, plan, layouts = node.call, self._plan, self._schedule.inputs[node.name]
         assert call is not None
-        mesh_shape, given = tuple(plan.mesh.shape), [self._schedule.layouts[value] for value in node.values]
+        mesh_shape, given = plan.mesh.shape, [self._schedule.layouts[value] for value in node.values]
         local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
         own = own_collectives(call, layouts, mesh_shape)
         if any(isinstance(collective, AllToAll) for collective in own):

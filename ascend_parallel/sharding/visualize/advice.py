@@ -225,7 +225,7 @@ def _rank(advised: Advised) -> int:
 
 def step_seconds(plan: ShardingPlan, hardware: str = DEFAULT_HARDWARE) -> float:
     """Return the predicted step time of a plan with any objective: its collectives and a rank's computation."""
-    shape, model = tuple(plan.mesh.shape), CostModel(find_hardware(hardware))
+    shape, model = plan.mesh.shape, CostModel(find_hardware(hardware))
     computing = 0.0
     for node in plan.graph.nodes.values():
         if node.call is not None:
