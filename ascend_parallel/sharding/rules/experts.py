@@ -253,7 +253,7 @@ def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     for dim in exchange_dims(layouts):
         x, index = call.inputs[X], call.inputs[INDEX]
         line = x.local_bytes(layouts[X], mesh_shape) * mesh_shape[dim] * index.shape[-1]
-        found += [AllToAll(dim, line, direction) for direction in ("forward", "forward", "backward", "backward")]
+        found += [AllToAll(dim, line)] * 4
     return found
 
 
