@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -190,16 +189,12 @@ class _RunGroup:
         self, group: ExpertGroup, rows: torch.Tensor, probs: torch.Tensor | None, weights: Tensors
     ) -> torch.Tensor:
         """Return the experts' outputs of rows [n, H], in the order [source][expert]."""
-        counts = group.received
-        order = None if len(counts) == 1 else _by_expert(counts, rows.device)
-        sizes = [sum(of_source) for of_source in zip(*counts, strict=True)]
-        parts = torch.split_with_sizes(rows if order is None else rows[order], sizes)
+        parts = torch.split_with_sizes(group.by_expert(rows), group.expert_sizes)
         activate = ACTIVATIONS[self.activation]
         outputs = [
             _expert(part, *of_expert, activate=activate) for part, *of_expert in zip(parts, *weights, strict=True)
         ]
-        out = torch.cat(outputs)
-        return out if order is None else torch.empty_like(out).index_copy(0, order, out)
+        return group.by_source(torch.cat(outputs))
 
 
 def _expert(
@@ -212,18 +207,6 @@ def _expert(
 ) -> torch.Tensor:
     wide = F.linear(x, up)
     return F.linear(activate(wide) if gate is None else activate(F.linear(x, gate)) * wide, down)
-
-
-def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return the order that takes rows from [source][expert] to [expert][source]."""
-    flat = [count for of_source in counts for count in of_source]
-    pieces = [range(*ends) for ends in pairwise(accumulate(flat, initial=0))]
-    experts = len(counts[0])
-    return torch.tensor(
-        [row for expert in range(experts) for piece in pieces[expert::experts] for row in piece],
-        device=device,
-        dtype=torch.int64,
-    )
 
 
 def placements(call: OpCall) -> list[OpPlacements]:
