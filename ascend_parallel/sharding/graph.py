@@ -183,9 +183,9 @@ class OpCall:
         """The operator's bare name, such as "linear"."""
         return self.name.split(".")[1]
 
-    @cached_property
+    @property
     def declared(self) -> Sequence[Any]:
-        """The arguments of the operator's schema."""
+        """The arguments of the operator's schema. Not cached: they have no copy."""
         schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
         arguments: Sequence[Any] = schema.arguments
         return arguments
