@@ -158,7 +158,7 @@ def shard_optimizer(
     if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
     for index, parameter in enumerate(parameters):
         if not isinstance(parameter, DTensor):
             raise ValueError(f"parameter {index} of shape {list(parameter.shape)} is no DTensor: use shard_layer first")

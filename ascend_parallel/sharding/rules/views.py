@@ -123,7 +123,7 @@ def moved_along(call: OpCall) -> list[OpPlacements]:
     elif "pad" in named:
         moved = [dims - 1 - index // 2 for index, size in enumerate(named["pad"]) if size != 0]
     else:
-        moved = named["dims"] or range(dims)
+        moved = list(named["dims"] or range(dims))
     linear = "pad" not in named or not named.get("value")
     return cut(call, same(call, other_dims(call, *moved))) + (linear_in_all(call) if linear else [])
 
