@@ -119,14 +119,16 @@ def bounds(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: 
     return ranges
 
 
-def local_shape(
-    shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None = None
-) -> Shape:
-    """Return the shape of the rank's local tensor; None: of the first rank, and no rank has more."""
-    ranges = bounds(shape, layout, mesh_shape, coordinate or (0,) * len(mesh_shape))
-    return tuple(stop - start for start, stop in ranges)
+def local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Shape:
+    """Return the shape of the rank's local tensor."""
+    return tuple(stop - start for start, stop in bounds(shape, layout, mesh_shape, coordinate))
+
+
+def largest_local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> Shape:
+    """Return the shape of the first rank's local tensor; no rank has more."""
+    return local_shape(shape, layout, mesh_shape, (0,) * len(mesh_shape))
 
 
 def local_size(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> int:
     """Return the number of elements of the first rank's local tensor; no rank has more."""
-    return prod(local_shape(shape, layout, mesh_shape))
+    return prod(largest_local_shape(shape, layout, mesh_shape))

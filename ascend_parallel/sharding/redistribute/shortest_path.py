@@ -37,7 +37,7 @@ from ascend_parallel.sharding.layout import (
     Shape,
     forward,
     is_even,
-    local_shape,
+    largest_local_shape,
     shard,
     text,
     with_placement,
@@ -195,7 +195,7 @@ class _LayoutSpace:
         self._shards = [shard(dim) for dim, size in enumerate(shape) if size > 1 or shard(dim) in used]
         # paths between even layouts pass only through even layouts, so that they need no padding
         self._even = all(is_even(shape, layout, mesh_shape) for layout in ends)
-        self._extent = cache(lambda layout: local_shape(shape, layout, mesh_shape))
+        self._extent = cache(lambda layout: largest_local_shape(shape, layout, mesh_shape))
         self._time = cache(lambda kind, nbytes, dim: costs.seconds(kind, nbytes, dim) if nbytes else 0.0)
 
     def layouts(self) -> Iterator[Layout]:

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, local_shape
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, largest_local_shape
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
@@ -80,7 +80,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     if not arguments(call)["training"]:
         return []
     x = call.inputs[0]
-    channels = local_shape(x.shape, layouts[0], mesh_shape)[CHANNELS]
+    channels = largest_local_shape(x.shape, layouts[0], mesh_shape)[CHANNELS]
     nbytes = channels * sum_dtype(x.dtype).itemsize
     found = []
     for dim in _summed(layouts[0], mesh_shape):

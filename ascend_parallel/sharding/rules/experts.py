@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape, shard
+from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, largest_local_shape, shard
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
 from ascend_parallel.sharding.rules.local import ExpertRanks, Part
 from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
@@ -257,7 +257,7 @@ def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     """
     item, (experts, _, _) = call.inputs[UP].dtype.itemsize, call.inputs[UP].shape
     (*tokens, width), (own, inner, _) = (
-        local_shape(call.inputs[place].shape, layouts[place], mesh_shape) for place in (X, UP)
+        largest_local_shape(call.inputs[place].shape, layouts[place], mesh_shape) for place in (X, UP)
     )
     sent = prod(tokens) * call.inputs[INDEX].shape[-1]
     rows = sent * prod(mesh_shape[dim] for dim in exchange_dims(layouts)) * own / experts

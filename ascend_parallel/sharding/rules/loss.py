@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, local_shape, shard
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, largest_local_shape, shard
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
@@ -34,7 +34,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     if not dims:
         return []
     rows = tuple(REPLICATE if placement == shard(CLASSES) else placement for placement in layouts[0])
-    shape = list(local_shape(call.inputs[0].shape, rows, mesh_shape))
+    shape = list(largest_local_shape(call.inputs[0].shape, rows, mesh_shape))
     del shape[CLASSES]
     nbytes = prod(shape) * sum_dtype(call.inputs[0].dtype).itemsize
     sums = 3 if arguments(call)["label_smoothing"] else 2

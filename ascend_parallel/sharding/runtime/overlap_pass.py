@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
-from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, local_shape, with_placement
+from ascend_parallel.sharding.layout import (
+    PARTIAL_GRAD,
+    REPLICATE,
+    SUM,
+    Layout,
+    Placement,
+    largest_local_shape,
+    with_placement,
+)
 from ascend_parallel.sharding.planner.overlapped_matmul import (
     Matmul,
     column_group,
@@ -243,7 +251,7 @@ class _ScheduleBuilder:
 
     def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
-        before = local_shape(shape, layout, self._mesh.shape)[: rows.dim]
+        before = largest_local_shape(shape, layout, self._mesh.shape)[: rows.dim]
         return f", transposed for {rows}" if any(size != 1 for size in before) else ""
 
     def _set_input(self, name: str, index: int, mesh_dim: int, placement: Placement) -> None:
