@@ -140,26 +140,24 @@ class ProcessMesh:
         kept = sorted(dims)
         return ProcessMesh(self._array[taken].transpose([kept.index(dim) for dim in dims]), names)
 
-    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return the torch DeviceMesh of the same ranks, by default on the accelerator if the default group has one.
+    def device_mesh(self) -> DeviceMesh:
+        """Return the torch DeviceMesh of the same ranks, on the accelerator if the default group has one.
 
-        Equal meshes share one DeviceMesh. Its first call makes process groups: every rank of the default group has to
-        call it at the same place, also ranks outside the mesh.
+        A mesh of another device type is made by `ProcessMesh.of`. Equal meshes share one DeviceMesh. Its first call
+        makes process groups: every rank of the default group has to call it at the same place, also ranks outside the
+        mesh.
         """
-        device_type = device_type or (
-            self._device_mesh.device_type if self._device_mesh is not None else default_device()
-        )
-        if self._device_mesh is not None and self._device_mesh.device_type == device_type:
+        if self._device_mesh is not None:
             return self._device_mesh
         known = _DEVICE_MESHES.setdefault(default_group(), {})
-        key = (*self._key, device_type)
-        if key not in known:
+        if self._key not in known:
             self._confirm_all_come()
-            mesh = known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
+            array = torch.tensor(self._array)
+            mesh = known[self._key] = DeviceMesh(default_device(), array, mesh_dim_names=self._names)
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():  # torch would let them wait for half an hour
                     c10d._set_pg_timeout(time_limit(group), group)
-        self._device_mesh = known[key]
+        self._device_mesh = known[self._key]
         return self._device_mesh
 
     def _confirm_all_come(self) -> None:
@@ -180,9 +178,7 @@ class ProcessMesh:
     @property
     def has_groups(self) -> bool:
         """Tell whether `device_mesh` was called for this mesh or an equal mesh."""
-        return self._device_mesh is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(
-            default_group(), {}
-        )
+        return self._device_mesh is not None or self._key in _DEVICE_MESHES.get(default_group(), {})
 
     def group(self, dim: int | str) -> dist.ProcessGroup:
         """Return this rank's process group along a dimension; see `device_mesh` for the ranks that have to call it."""

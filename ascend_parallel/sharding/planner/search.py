@@ -134,11 +134,8 @@ SEQUENCE = 1
 class Search:
     """A propagation: its assignment problem, and the plan of the solution.
 
-    data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
-    sequence: the mesh dimension along which they are sharded by the inputs' second dimension, the sequence.
-    experts: the mesh dimension along which tokens go to their experts; else as `data`.
-    semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
-    only_data_cuts_batch: whether no mesh dimension but `data` and `experts` shards the batch.
+    data, sequence, experts: the mesh dimensions that `propagate` calls data_dim (or semi_auto), sequence_dim and
+    expert_dim. semi_auto: whether `data` is that of the semi-automatic mode.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
     "time"); None: each collective costs its full time.
