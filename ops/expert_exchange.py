@@ -117,6 +117,11 @@ class ExpertGroup:
         """The rows that come from each rank."""
         return [sum(counts) for counts in self.received]
 
+    @property
+    def expert_sizes(self) -> list[int]:
+        """The rows that come for each expert."""
+        return [sum(counts) for counts in zip(*self.received, strict=True)]
+
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of the group, of a tensor of all sent rows, in a contiguous tensor."""
         if len(x) == sum(self.sent_sizes):
@@ -127,6 +132,23 @@ class ExpertGroup:
         """Copy rows that came back to their places in a tensor of all sent rows."""
         for place, part in zip(self.places, torch.split_with_sizes(came_back, self.sent_sizes), strict=True):
             x[place] = part
+
+    def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows that were received, [source][expert], in the order [expert][source]."""
+        return _transposed(rows, self.received)
+
+    def by_source(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows in the order [expert][source] in that of the rows that were received, [source][expert]."""
+        return _transposed(rows, tuple(zip(*self.received, strict=True)))
+
+
+def _transposed(rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return rows, ``counts[i][j]`` of each (i, j), sorted by j before i."""
+    columns = len(counts[0])
+    if 1 in (len(counts), columns):
+        return rows
+    parts = torch.split_with_sizes(rows, [count for row in counts for count in row])
+    return torch.cat([part for column in range(columns) for part in parts[column::columns]])
 
 
 Experts = Callable[[int, ExpertGroup, Rows], Rows]

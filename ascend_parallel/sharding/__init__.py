@@ -3,7 +3,6 @@
 layout, mesh     placements and layouts, the part of a tensor that a rank holds; ProcessMesh
 graph            a model's forward as a list of operators
 bucketing        which tensors share a bucket, whose collective runs as one
-arguments        matches the arguments of later calls with the traced arguments
 tracing/         torch.export of the forward into a Graph
 redistribute/    the cheapest collectives between two layouts; DTensors on meshes
 rules/           the placements that an operator allows, and how a rank runs its part

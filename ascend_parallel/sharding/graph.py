@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,6 +80,32 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return Binding(inspect.signature(model.forward), len(args), tuple(kwargs), spec, traced)
 
 
+def named_tensors(module: torch.nn.Module, *, all_names: bool = False) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and buffers by name; a tied one by the first of its names, or by all."""
+    named = (module.named_parameters, module.named_buffers)
+    return {name: tensor for own in named for name, tensor in own(remove_duplicate=not all_names)}
+
+
+def in_place_of(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return what a module holds in place of a parameter or buffer: for a parameter `new` as a parameter."""
+    return torch.nn.Parameter(new, held.requires_grad) if isinstance(held, torch.nn.Parameter) else new
+
+
+def first_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return {name: first name of the same tensor} for all names of parameters and buffers."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, all_names=True).items()}
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, by each name of a tied parameter or buffer, its other names."""
+    names: dict[str, list[str]] = {}
+    for name, first in first_names(model).items():
+        names.setdefault(first, []).append(name)
+    several = [tied for tied in names.values() if len(tied) > 1]
+    return {name: tuple(other for other in tied if other != name) for tied in several for name in tied}
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep the garbage collector from running inside the context: it would visit every node made so far, many times."""
@@ -153,11 +179,22 @@ class OpCall:
         return str(self.target)
 
     @cached_property
+    def operator(self) -> str:
+        """The operator's bare name, such as "linear"."""
+        return self.name.split(".")[1]
+
+    @property
+    def declared(self) -> Sequence[Any]:
+        """The arguments of the operator's schema. Not cached: they have no copy."""
+        schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
+        arguments: Sequence[Any] = schema.arguments
+        return arguments
+
+    @cached_property
     def by_name(self) -> Mapping[str, Any]:
         """The arguments by name, defaults included."""
-        schema: Any = getattr(self.target, "_schema")  # noqa: B009 - a callable, for the type checker
-        named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
-        named |= {declared.name: value for declared, value in zip(schema.arguments, self.args, strict=False)}
+        named = {declared.name: declared.default_value for declared in self.declared if declared.has_default_value()}
+        named |= {declared.name: value for declared, value in zip(self.declared, self.args, strict=False)}
         return {**named, **self.kwargs}
 
 
@@ -325,10 +362,22 @@ class Graph:
         """Return the shape and dtype of a tensor."""
         return self.nodes[value.node].outputs[value.index]
 
+    def of_kind(self, *kinds: str) -> list[Node]:
+        """Return the nodes of these kinds, in order."""
+        return [node for node in self.nodes.values() if node.kind in kinds]
+
     @property
     def inputs(self) -> list[Node]:
         """Return the nodes of the model's inputs, in order."""
-        return [node for node in self.nodes.values() if node.kind == INPUT]
+        return self.of_kind(INPUT)
+
+    def computed_from(self, kind: str) -> set[str]:
+        """Return the nodes of a kind, and those that depend on them."""
+        found: set[str] = set()
+        for name, node in self.nodes.items():
+            if node.kind == kind or any(value.node in found for value in node.inputs):
+                found.add(name)
+        return found
 
     @property
     def returned(self) -> list[Value]:
@@ -339,6 +388,16 @@ class Graph:
     def kept(self) -> set[Value]:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         return {*self.returned, *self.updates.values()}
+
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Return the names of the nodes that these tensors are computed from, with those that make them."""
+        found, waiting = set[str](), [value.node for value in values]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += [value.node for value in self.nodes[name].inputs]
+        return found
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""

@@ -68,6 +68,16 @@ def shard(dim: int) -> Placement:
     return Placement("shard", dim)
 
 
+def text(layout: Layout) -> str:
+    """Return a layout such as "S(0) R"."""
+    return " ".join(map(str, layout))
+
+
+def with_placement(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
+    """Return the layout with another placement on a mesh dimension."""
+    return (*layout[:mesh_dim], placement, *layout[mesh_dim + 1 :])
+
+
 def forward(layout: Layout) -> Layout:
     """Return the layout of the tensor alone: partial_grad becomes replicate."""
     return tuple(REPLICATE if placement.kind == "partial_grad" else placement for placement in layout)
@@ -114,6 +124,11 @@ def local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordin
     return tuple(stop - start for start, stop in bounds(shape, layout, mesh_shape, coordinate))
 
 
+def largest_local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> Shape:
+    """Return the shape of the first rank's local tensor; no rank has more."""
+    return local_shape(shape, layout, mesh_shape, (0,) * len(mesh_shape))
+
+
 def local_size(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> int:
     """Return the number of elements of the first rank's local tensor; no rank has more."""
-    return prod(local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape)))
+    return prod(largest_local_shape(shape, layout, mesh_shape))

@@ -81,6 +81,11 @@ class ProcessMesh:
         """All ranks, row by row."""
         return list(self._places)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each dimension by name."""
+        return dict(zip(self._names, self.shape, strict=True))
+
     def size(self, name: str) -> int:
         """Return the size of a dimension by name."""
         return self.shape[self.dim(name)]
@@ -94,6 +99,17 @@ class ProcessMesh:
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return a global rank's index on each mesh dimension, or None if the rank is not in the mesh."""
         return self._places.get(rank)
+
+    def own_coordinate(self) -> tuple[int, ...]:
+        """Return this process's index on each mesh dimension; raises `ValueError` on a rank that is not in the mesh."""
+        rank = dist.get_rank()
+        if rank not in self._places:
+            raise ValueError(f"rank {rank} is not in {self}, so it has no part of the model")
+        return self._places[rank]
+
+    def ascends(self, dim: int) -> bool:
+        """Tell whether the ranks ascend along a dimension, as the ranks of a process group do."""
+        return bool((np.diff(self._array, axis=dim) > 0).all())
 
     def get_mesh_with_dim(self, name: str, index: int | None = None) -> ProcessMesh:
         """Return the mesh with dimension `name` first, or the submesh at `index` along `name`, without `name`."""
@@ -124,26 +140,24 @@ class ProcessMesh:
         kept = sorted(dims)
         return ProcessMesh(self._array[taken].transpose([kept.index(dim) for dim in dims]), names)
 
-    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return the torch DeviceMesh of the same ranks, by default on the accelerator if the default group has one.
+    def device_mesh(self) -> DeviceMesh:
+        """Return the torch DeviceMesh of the same ranks, on the accelerator if the default group has one.
 
-        Equal meshes share one DeviceMesh. Its first call makes process groups: every rank of the default group has to
-        call it at the same place, also ranks outside the mesh.
+        A mesh of another device type is made by `ProcessMesh.of`. Equal meshes share one DeviceMesh. Its first call
+        makes process groups: every rank of the default group has to call it at the same place, also ranks outside the
+        mesh.
         """
-        device_type = device_type or (
-            self._device_mesh.device_type if self._device_mesh is not None else default_device()
-        )
-        if self._device_mesh is not None and self._device_mesh.device_type == device_type:
+        if self._device_mesh is not None:
             return self._device_mesh
         known = _DEVICE_MESHES.setdefault(default_group(), {})
-        key = (*self._key, device_type)
-        if key not in known:
+        if self._key not in known:
             self._confirm_all_come()
-            mesh = known[key] = DeviceMesh(device_type, torch.tensor(self._array), mesh_dim_names=self._names)
+            array = torch.tensor(self._array)
+            mesh = known[self._key] = DeviceMesh(default_device(), array, mesh_dim_names=self._names)
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():  # torch would let them wait for half an hour
                     c10d._set_pg_timeout(time_limit(group), group)
-        self._device_mesh = known[key]
+        self._device_mesh = known[self._key]
         return self._device_mesh
 
     def _confirm_all_come(self) -> None:
@@ -164,9 +178,7 @@ class ProcessMesh:
     @property
     def has_groups(self) -> bool:
         """Tell whether `device_mesh` was called for this mesh or an equal mesh."""
-        return self._device_mesh is not None or (*self._key, default_device()) in _DEVICE_MESHES.get(
-            default_group(), {}
-        )
+        return self._device_mesh is not None or self._key in _DEVICE_MESHES.get(default_group(), {})
 
     def group(self, dim: int | str) -> dist.ProcessGroup:
         """Return this rank's process group along a dimension; see `device_mesh` for the ranks that have to call it."""

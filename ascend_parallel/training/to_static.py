@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import Placed, Value
+from ascend_parallel.sharding.graph import Placed, Value, named_tensors
 from ascend_parallel.sharding.marked.dtensors import reshard, shard_tensor, unshard
 from ascend_parallel.sharding.marked.shard_dataloader import ShardedLoader
 from ascend_parallel.sharding.marked.shard_layer import has_stepped, optimizer_stage
@@ -167,10 +167,7 @@ class StaticModel:
 
         Every rank must call it.
         """
-        held = {
-            **dict(self._model.named_parameters(remove_duplicate=False)),
-            **dict(self._model.named_buffers(remove_duplicate=False)),
-        }
+        held = named_tensors(self._model, all_names=True)
         for name, shard in self.step.tensor_shards().items():
             if name in held:
                 marked = cast(DTensor, held[name])
@@ -267,7 +264,7 @@ def _strategy(
     loader_decides: bool,
 ) -> Strategy:
     """Return the given strategy with the mesh, the data dimension and the ZeRO stage of the marks."""
-    sizes, default = dict(zip(mesh.dim_names, mesh.shape, strict=True)), Strategy()
+    sizes, default = mesh.sizes, Strategy()
     strategy = given or default
     if strategy.mode != "auto":
         raise StrategyOptionError(f'mode={strategy.mode!r} with to_static: the marks decide; give mode "auto"')

@@ -345,13 +345,13 @@ class OverlappedCall:
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run the experts of a group as Megatron-core's module of experts does, on rows [source][expert]."""
-        experts, received = self._layer.experts, group.received
+        experts = self._layer.experts
         assert probs is not None, "the exchange sends probabilities with the rows"
-        counts = [sum(column) for column in zip(*received, strict=True)]
-        arguments = _by_expert(rows, received), GroupTokens(counts, group.experts), _by_expert(probs, received)
+        tokens = GroupTokens(group.expert_sizes, group.experts)
+        arguments = group.by_expert(rows), tokens, group.by_expert(probs)
         y, bias = experts(*arguments) if parameters is None else functional_call(experts, dict(parameters), arguments)
         assert bias is None, "uncovered() leaves experts with a bias to the original"
-        return _by_source(y, received)
+        return group.by_source(y)
 
     def _checked(
         self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings, state: Mapping[str, Any]
@@ -469,19 +469,3 @@ def row_counts(dispatcher: Any) -> RowCounts:
     if received is None:
         received = torch.tensor([int(count) for count in dispatcher.output_splits])
     return RowCounts(sent=sent.reshape(ranks, experts).tolist(), received=received.reshape(ranks, experts).tolist())
-
-
-def _by_expert(rows: torch.Tensor, received: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return rows in the order [source][expert] in the order [expert][source]."""
-    if len(received[0]) == 1:
-        return rows
-    parts = torch.split_with_sizes(rows, [count for counts in received for count in counts])
-    experts = len(received[0])
-    return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
-
-
-def _by_source(rows: torch.Tensor, received: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return rows in the order [expert][source] in the order [source][expert]."""
-    if len(received[0]) == 1:
-        return rows
-    return _by_expert(rows, [*zip(*received, strict=True)])

@@ -144,7 +144,7 @@ meshes = ProcessMesh([0]), ProcessMesh([1])
 step = RedistributeStep("all_gather", 0, REPLICATE, REPLICATE)
 run = functools.partial(functools.partial, pending.run_collective)
 calls += [
-    lambda: Request("all_gather", step, groups[2], x[:1]).start().wait(),
+    lambda: Request(step, groups[2], x[:1]).start().wait(),
     lambda: exchange(x, x.shape, meshes[0], (REPLICATE,), meshes[1], (REPLICATE,), groups[3]),
     run("the sum of gradients", dist.all_reduce, x.clone(), group=groups[4]),
     run("the norm of gradients", dist.all_gather, [x.clone(), x.clone()], x, group=groups[5]),

@@ -52,7 +52,7 @@ def watched(log):
     begin, wait = collectives.Request.start, collectives.CoalescedCollective.wait
 
     def logged_start(request):
-        log.append((request.kind, request.x.numel()))
+        log.append((request.step.kind, request.x.numel()))
         return begin(request)
 
     def logged_wait(collective):

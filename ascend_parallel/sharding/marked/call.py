@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,8 +28,8 @@ from ascend_parallel.sharding.marked.torch_call import TorchCall, as_replicated
 from ascend_parallel.sharding.marked.unsharded_call import first_rank_draws, on_whole_tensors, runs_whole
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.edges import from_part, layout_of, leaf, local_part, take_over
-from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of, reshard
-from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS
+from ascend_parallel.sharding.redistribute.reshard import costs_of, reshard
+from ascend_parallel.sharding.tracing.function_calls import METADATA_FUNCTIONS, name_of
 from ascend_parallel.sharding.tracing.trace import TraceError
 
 _METHODS = """register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ untyped_storage storage_offset
@@ -155,7 +154,6 @@ class _DTensorCall:
         )
 
     def on_whole_tensors(self, *, draws: bool) -> Any:
-        """Run the function on whole tensors."""
         return on_whole_tensors(PropagatedDTensor, self.torch_call, self.tensors, self.mesh, draws=draws)
 
     def plan(self) -> FunctionPlan | str:
@@ -177,13 +175,12 @@ class _DTensorCall:
                 _plans.clear()
             place = mesh.coordinate(dist.get_rank()) or (0,) * mesh.ndim
             try:
-                _plans[key] = plan_function(call, arguments, mesh, place, hardware_of(mesh))
+                _plans[key] = plan_function(call, arguments, mesh, place)
             except TraceError as error:
                 _plans[key] = str(error)
         return _plans[key]
 
     def run(self, plan: FunctionPlan) -> Any:
-        """Run the function by its plan."""
         values = _run(self, plan) | dict(zip(plan.arguments, self.tensors, strict=True))
         for index, value in plan.updates.items():
             if index in self.plain:
@@ -207,9 +204,8 @@ def _run(call: _DTensorCall, plan: FunctionPlan) -> dict[Value, DTensor]:
     tensors, mesh = call.tensors, call.mesh
     if is_outside(mesh):
         stand_ins = _stand_ins(call, plan)
-        return {
-            value: from_stand_in(PropagatedDTensor, stand_ins[value], plan.layouts[value], mesh) for value in plan.made
-        }
+        made = plan.made
+        return {value: from_stand_in(PropagatedDTensor, stand_ins[value], plan.layouts[value], mesh) for value in made}
     costs, layouts = costs_of(mesh), plan.arguments.values()
     locals_ = [local_part(tensor, layout, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
     parts = plan.run(locals_, first_rank_draws(mesh) if plan.draws else "")
@@ -242,7 +238,7 @@ def _mesh_of(dtensors: Sequence[DTensor], function: Function) -> ProcessMesh:
     for dtensor in dtensors[1:]:
         if dtensor.device_mesh is not dtensors[0].device_mesh and ProcessMesh.of(dtensor.device_mesh) != mesh:
             raise ValueError(
-                f"{resolve_name(function) or function} gets DTensors on {mesh} and on "
+                f"{name_of(function)} gets DTensors on {mesh} and on "
                 f"{ProcessMesh.of(dtensor.device_mesh)}: reshard them to one mesh"
             )
     return mesh
@@ -286,7 +282,6 @@ def _write(name: str, tensor: DTensor, new: DTensor, saved: bool) -> None:
 
 
 def _set_data(tensor: DTensor, data: torch.Tensor) -> None:
-    """Run ``tensor.data = data``."""
     if not isinstance(data, DTensor) or (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
         raise ValueError(
             f".data of a DTensor of {list(tensor.shape)} of {tensor.dtype} is set to {type(data).__name__} of "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,9 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps, seconds
 from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
+from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of
+from ascend_parallel.sharding.rules.axes import is_float
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Holder, Program, Step
@@ -114,7 +115,6 @@ def plan_function(
     arguments: Sequence[Argument],
     mesh: ProcessMesh,
     coordinate: tuple[int, ...],
-    hardware: str,
 ) -> FunctionPlan:
     """Return the plan of a call, for the rank at `coordinate`.
 
@@ -122,21 +122,16 @@ def plan_function(
     """
     device = mesh.device_mesh().device_type
     graph = trace(_TracedCall(call, arguments, device).eval(), (), twice=False)
-    return _Planner(graph, arguments, mesh, hardware).plan(coordinate)
-
-
-@lru_cache(maxsize=16)
-def _costs(mesh: ProcessMesh, hardware: str) -> tuple[MeshCosts, CostModel]:
-    return MeshCosts.of(mesh, hardware), CostModel(find_hardware(hardware))
+    return _Planner(graph, arguments, mesh).plan(coordinate)
 
 
 class _Planner:
     """Chooses the layouts of a function's operators, one after the other."""
 
-    def __init__(self, graph: Graph, arguments: Sequence[Argument], mesh: ProcessMesh, hardware: str) -> None:
+    def __init__(self, graph: Graph, arguments: Sequence[Argument], mesh: ProcessMesh) -> None:
         self._graph, self._arguments, self._mesh = graph, arguments, mesh
-        self._shape = tuple(mesh.shape)
-        self._costs, self._model = _costs(mesh, hardware)
+        self._shape = mesh.shape
+        self._costs, self._model = costs_of(mesh), CostModel(find_hardware(hardware_of(mesh)))
         self._options = Options(self._shape)
         held = [node for node in graph.nodes.values() if node.call is None]
         self._places = {
@@ -148,7 +143,6 @@ class _Planner:
         self._differentiable = {value for value, place in self._places.items() if arguments[place].differentiable}
 
     def plan(self, coordinate: tuple[int, ...]) -> FunctionPlan:
-        """Return the plan for the rank at `coordinate`."""
         graph = self._graph
         chosen = {node.name: self._chosen(node) for node in graph.nodes.values() if node.call is not None}
         read = {value: self._read(value, chosen) for value in self._places}
@@ -209,8 +203,7 @@ class _Planner:
             cost=0.0,
             returned={value: self._layouts[value] for value in made},
         )
-        schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
-        rank_plan = RankPlan(plan=plan, schedule=schedule, coordinate=coordinate, local_inputs=True)
+        rank_plan = RankPlan(plan=plan, schedule=Schedule.of(plan), coordinate=coordinate, local_inputs=True)
         return compile_plan(rank_plan, graph, gradients=False)
 
     def _chosen(self, node: Node) -> Option:
@@ -218,9 +211,7 @@ class _Planner:
         assert node.call is not None
         gradients = [value in self._differentiable for value in node.inputs]
         outputs = {
-            value
-            for value, meta in zip(node.values, node.outputs, strict=True)
-            if any(gradients) and (meta.dtype.is_floating_point or meta.dtype.is_complex)
+            value for value, meta in zip(node.values, node.outputs, strict=True) if any(gradients) and is_float(meta)
         }
         self._differentiable |= outputs
         # What is whole on a mesh dimension stays whole there: slices are free, and gathering them later is not.

@@ -6,6 +6,7 @@ The rank's backward then goes where that of the mesh's ranks goes, and takes par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def on_stand_ins(
     Raises `ValueError` for a function of which the result's shape depends on values.
     """
     given: list[torch.Tensor] = [
-        _StandIn.apply(tensor, layout, mesh)  # type: ignore[no-untyped-call]
+        _StandIn.apply(tensor, layout, mesh, False)  # type: ignore[no-untyped-call]
         for tensor, layout in zip(tensors, layouts, strict=True)
     ]
     try:
@@ -71,8 +72,8 @@ def unknown(dtensor: DTensor, mesh: ProcessMesh) -> torch.Tensor:
             f"rank {dist.get_rank()} is outside of {mesh} and has no values of a DTensor of {dtensor.dtype} on it: "
             "reshard to a mesh of all ranks before"
         )
-    layout = backward(layout_of(dtensor.placements, mesh, dtensor.ndim))
-    whole: torch.Tensor = _Unknown.apply(dtensor, layout, mesh)  # type: ignore[no-untyped-call]
+    layout = layout_of(dtensor.placements, mesh, dtensor.ndim)
+    whole: torch.Tensor = _StandIn.apply(dtensor, layout, mesh, True)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -82,16 +83,19 @@ def _no_part(kind: Kind, shape: Sequence[int], dtype: torch.dtype, layout: Layou
 
 
 class _StandIn(torch.autograd.Function):
+    """The whole tensor of a DTensor: a fake one, or with `is_nan` one that is NaN everywhere."""
+
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, layout: Layout, mesh: ProcessMesh) -> torch.Tensor:
+    def forward(ctx: Any, dtensor: DTensor, layout: Layout, mesh: ProcessMesh, is_nan: bool) -> torch.Tensor:
         ctx.shape, ctx.layout, ctx.mesh = tuple(dtensor.shape), backward(layout), mesh
-        with _MODE:
-            return torch.empty(ctx.shape, dtype=dtensor.dtype, device=dtensor._local_tensor.device)
+        device = dtensor._local_tensor.device
+        with nullcontext() if is_nan else _MODE:
+            return torch.full(ctx.shape, float("nan") if is_nan else 0, dtype=dtensor.dtype, device=device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
-        return _no_part(DTensor, ctx.shape, gradient.dtype, ctx.layout, ctx.mesh), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None, None]:
+        return _no_part(DTensor, ctx.shape, gradient.dtype, ctx.layout, ctx.mesh), None, None, None
 
 
 class _FromStandIn(torch.autograd.Function):
@@ -105,16 +109,3 @@ class _FromStandIn(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
         with _MODE:
             return torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device), None, None, None
-
-
-class _Unknown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, layout: Layout, mesh: ProcessMesh) -> torch.Tensor:
-        ctx.shape, ctx.layout, ctx.mesh = tuple(dtensor.shape), layout, mesh
-        device = dtensor._local_tensor.device
-        return torch.full(ctx.shape, float("nan"), dtype=dtensor.dtype, device=device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
-        return _no_part(DTensor, ctx.shape, gradient.dtype, ctx.layout, ctx.mesh), None, None

@@ -25,7 +25,6 @@ class _InputLayout:
 
     @property
     def placements(self) -> list[Placement]:
-        """The placements of the input's tensors."""
         return [Shard(0) if name == self.shard_dim else Replicate() for name in self.mesh.dim_names]
 
     def sharded(self, tensor: torch.Tensor, is_split: bool) -> torch.Tensor:

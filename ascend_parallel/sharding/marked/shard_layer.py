@@ -158,7 +158,8 @@ def shard_optimizer(
     if has_stepped(optimizer):
         raise ValueError("the optimizer has stepped: call shard_optimizer before the first step")
     placements: dict[nn.Parameter, Sequence[Placement]] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, parameter in enumerate(parameters):
         if not isinstance(parameter, DTensor):
             raise ValueError(f"parameter {index} of shape {list(parameter.shape)} is no DTensor: use shard_layer first")
         placements[parameter] = (shard_fn(parameter) if shard_fn is not None else None) or parameter.placements
@@ -330,7 +331,3 @@ def _at(tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
 def _placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     assert isinstance(tensor, DTensor)
     return tensor.placements
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import Ref
+from ascend_parallel.sharding.tracing.function_calls import name_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TorchCall:
     @property
     def name(self) -> str:
         """The function's name."""
-        return resolve_name(self.function) or str(self.function)
+        return name_of(self.function)
 
     def on(self, tensors: Sequence[Any]) -> Any:
         """Return what the function returns for these tensors."""
@@ -51,7 +51,7 @@ def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh, function: Callable[...
         return tensor
     if mesh.get_coordinate() is not None and not _is_same(tensor, mesh):
         raise ValueError(
-            f"{resolve_name(function) or function} gets a plain tensor, {list(tensor.shape)} of {tensor.dtype}, beside "
+            f"{name_of(function)} gets a plain tensor, {list(tensor.shape)} of {tensor.dtype}, beside "
             "DTensors, and its values are not the same on all ranks: make it a DTensor, by shard_tensor of the whole "
             "tensor or by dtensor_from_local of each rank's part"
         )

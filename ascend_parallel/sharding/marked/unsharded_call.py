@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.pending import run_collective
@@ -22,6 +21,7 @@ from ascend_parallel.sharding.marked.torch_call import TorchCall
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.edges import Kind, convert, from_part, layout_of, local_part
 from ascend_parallel.sharding.redistribute.reshard import costs_of
+from ascend_parallel.sharding.tracing.function_calls import name_of
 
 log = logging.getLogger("ascend_parallel")
 
@@ -30,7 +30,7 @@ log = logging.getLogger("ascend_parallel")
 def runs_whole(function: Callable[..., Any], why: str) -> None:
     """Say once, on rank 0, that a function runs on whole tensors."""
     if dist.get_rank() == 0:
-        log.warning("%s runs on whole tensors on every rank: %s", resolve_name(function) or function, why)
+        log.warning("%s runs on whole tensors on every rank: %s", name_of(function), why)
 
 
 def on_whole_tensors(kind: Kind, call: TorchCall, tensors: Sequence[DTensor], mesh: ProcessMesh, *, draws: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -13,24 +13,14 @@ from ascend_parallel.sharding.tracing.strategy_marks import marking
 from ascend_parallel.text import file_text, shown
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
 
-Module = TypeVar("Module", bound=nn.Module)
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
+Target = TypeVar("Target", bound=Callable[..., Any])
 MARK = "_ascend_parallel_strategy"
 KEYS = ("in", "out")
 
 
-@overload
 def shard(
-    target: Module, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
-) -> Module: ...
-@overload
-def shard(
-    target: Callable[Params, Result],
-    in_strategy: Sequence[Any] | None = None,
-    out_strategy: Sequence[Any] | None = None,
-) -> Callable[Params, Result]: ...
-def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None) -> Any:
+    target: Target, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
+) -> Target:
     """Set the strategy of the operator of a module, or of a function's calls.
 
     target
@@ -52,7 +42,7 @@ def shard(target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: S
     if not callable(target) or isinstance(target, type):
         raise StrategyError(f"shard takes a module or a function, not {target!r}")
     if not isinstance(target, nn.Module):
-        return marking(target, in_strategy, out_strategy)
+        return cast(Target, marking(target, in_strategy, out_strategy))
     setattr(target, MARK, (in_strategy, out_strategy))
     return target
 

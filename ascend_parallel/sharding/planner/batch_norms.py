@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from ascend_parallel.sharding.graph import Graph, Node, OpCall
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.rules.batch_norm import FUNCTIONAL, LOCAL, LOCAL_WITHOUT_STATISTICS
+from ascend_parallel.sharding.rules.batch_norm import LOCAL, LOCAL_WITHOUT_STATISTICS
+from ascend_parallel.sharding.tracing.functionalize import BATCH_NORM, FUNCTIONAL_BATCH_NORM
 
 CHOICES = ("sync", "local")
-BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 def with_batch_norms(graph: Graph, statistics: str) -> Graph:
@@ -34,9 +32,9 @@ def has_local_batch_norms(graph: Graph) -> bool:
 
 def _local(node: Node) -> Node:
     call = node.call
-    if call is None or call.target not in (FUNCTIONAL, BATCH_NORM) or not arguments(call)["training"]:
+    if call is None or call.target not in (FUNCTIONAL_BATCH_NORM, BATCH_NORM) or not arguments(call)["training"]:
         return node
-    if call.target is FUNCTIONAL:
+    if call.target is FUNCTIONAL_BATCH_NORM:
         return replace(node, call=replace(call, target=LOCAL))
     named = arguments(call)
     args = (named["input"], named["weight"], named["bias"], named["eps"])

@@ -26,10 +26,11 @@ from ascend_parallel.sharding.layout import (
     forward,
     is_even,
     shard,
+    with_placement,
 )
 from ascend_parallel.sharding.planner.elimination import Costs
 from ascend_parallel.sharding.planner.gradient_sums import bucket_seconds, summed_dims
-from ascend_parallel.sharding.planner.overlapped_matmul import ColumnGroup, ExposedCosts, LocalMatmul, with_placement
+from ascend_parallel.sharding.planner.overlapped_matmul import ColumnGroup, ExposedCosts, LocalMatmul
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 

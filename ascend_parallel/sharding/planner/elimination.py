@@ -135,7 +135,6 @@ class _Order:
         return bool(self._neighbours)
 
     def next(self) -> str:
-        """Return the choice with the smallest table."""
         smallest = min(size for size, names in self._buckets.items() if names)
         return min(self._buckets[smallest], key=self._position.__getitem__)
 

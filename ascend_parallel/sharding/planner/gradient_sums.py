@@ -126,5 +126,5 @@ def _summed(plan: ShardingPlan, place: Mapping[str, int], readers: Readers) -> I
             reads = [*common, *(plan.inputs[name][index] for name, index in of_value)]
             dims = tuple(sorted({dim for read in reads for dim in summed_dims(held, read)}))
             if dims:
-                nbytes = int(meta.local_bytes(held, tuple(plan.mesh.shape)))
+                nbytes = int(meta.local_bytes(held, plan.mesh.shape))
                 yield _Summed(dims, meta.dtype, nbytes, min((name for name, _ in of_value), key=place.__getitem__))

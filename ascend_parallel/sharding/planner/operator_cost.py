@@ -10,7 +10,7 @@ from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape,
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, ALL_TO_ALL, MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.rules import AllToAll, experts, npu, own_collectives
+from ascend_parallel.sharding.rules import AllToAll, Reduction, experts, npu, own_collectives
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "npu_linear", "npu_bmmV2")
@@ -42,7 +42,7 @@ def _matmuls(
     call: OpCall, inputs: list[Shape], outputs: list[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
 ) -> tuple[int, tuple[int, int, int] | None]:
     """Return how many matmuls the forward runs, and their M, K, N; batches count as rows; None: no matmul."""
-    name = call.name.split(".")[1]
+    name = call.operator
     if name in MATMULS and inputs and outputs:
         first = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
         inner, columns = first[-1] if first else 1, outputs[0][-1] if outputs[0] else 1
@@ -66,21 +66,13 @@ def _local(meta: TensorMeta, layout: Layout, mesh_shape: tuple[int, ...]) -> Sha
 
 def op_collective_steps(call: OpCall, layouts: Sequence[Layout], costs: MeshCosts) -> tuple[RedistributeStep, ...]:
     """Return the collectives that an operator runs in a step, with inputs in these layouts."""
-    return tuple(
-        all_to_all_step(own.mesh_dim, own.nbytes, costs)
-        if isinstance(own, AllToAll)
-        else all_reduce_step(own.mesh_dim, own.nbytes, own.op, costs)
-        for own in own_collectives(call, layouts, costs.shape)
-    )
+    return tuple(own_step(own, costs) for own in own_collectives(call, layouts, costs.shape))
 
 
-def all_to_all_step(mesh_dim: int, nbytes: float, costs: MeshCosts) -> RedistributeStep:
-    """Return the step of an all-to-all of rows along a mesh dimension, of `nbytes` on all ranks together."""
-    seconds, sent_bytes = costs.seconds(ALL_TO_ALL, nbytes, mesh_dim), sent(ALL_TO_ALL, nbytes, costs.shape[mesh_dim])
-    return RedistributeStep(ALL_TO_ALL, mesh_dim, shard(0), shard(0), sent_bytes, seconds)
-
-
-def all_reduce_step(mesh_dim: int, nbytes: float, op: str, costs: MeshCosts) -> RedistributeStep:
-    """Return the step of an all-reduce along a mesh dimension, of `nbytes` on each rank."""
-    seconds, sent_bytes = costs.seconds(ALL_REDUCE, nbytes, mesh_dim), sent(ALL_REDUCE, nbytes, costs.shape[mesh_dim])
-    return RedistributeStep(ALL_REDUCE, mesh_dim, Placement("partial", op=op), REPLICATE, sent_bytes, seconds)
+def own_step(own: Reduction | AllToAll, costs: MeshCosts) -> RedistributeStep:
+    """Return the step of a collective that an operator runs itself: an all-reduce, or an all-to-all of rows."""
+    kind, source, target = ALL_TO_ALL, shard(0), shard(0)
+    if isinstance(own, Reduction):
+        kind, source, target = ALL_REDUCE, Placement("partial", op=own.op), REPLICATE
+    nbytes, seconds = sent(kind, own.nbytes, costs.shape[own.mesh_dim]), costs.seconds(kind, own.nbytes, own.mesh_dim)
+    return RedistributeStep(kind, own.mesh_dim, source, target, nbytes, seconds)

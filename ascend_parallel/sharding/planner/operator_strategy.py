@@ -177,11 +177,18 @@ def ordinals_of(nodes: Sequence[Node]) -> dict[str, int]:
 def operator_name(node: Node) -> str:
     """Return the bare name of a call's operator: "linear" for aten.linear.default."""
     assert node.call is not None
-    return node.call.name.split(".")[1]
+    return node.call.operator
+
+
+def where(node: Node) -> str:
+    """Return what messages call a node: "layers.0.mlp.up linear", or "parameter layers.0.mlp.up.weight"."""
+    if node.kind != CALL:
+        return f"{node.kind} {node.source}"
+    return f"{node.module} {operator_name(node)}".strip()
 
 
 def _calls(graph: Graph, path: str) -> list[Node]:
-    return [node for node in graph.nodes.values() if node.kind == CALL and path_matches(node.module, path)]
+    return [node for node in graph.of_kind(CALL) if path_matches(node.module, path)]
 
 
 def path_matches(path: str, pattern: str) -> bool:
@@ -233,12 +240,11 @@ def _existing_names(graph: Graph, path: str, operator: str) -> str:
     """Return the part of an error message that lists names close to those of a pattern."""
     if path in ("inputs", "weights"):
         kinds = (INPUT,) if path == "inputs" else (PARAMETER, BUFFER)
-        nodes = [node for node in graph.nodes.values() if node.kind in kinds]
-        names = (" = ".join((node.source, *graph.tied.get(node.source, ()))) for node in nodes)
+        names = (" = ".join((node.source, *graph.tied.get(node.source, ()))) for node in graph.of_kind(*kinds))
         return f"there are {', '.join(names)}"
     if operator and (calls := _calls(graph, path)):
         return f"{path!r} runs {', '.join(dict.fromkeys(map(operator_name, calls)))}"
-    modules = sorted({node.module for node in graph.nodes.values() if node.kind == CALL and node.module})
+    modules = sorted({node.module for node in graph.of_kind(CALL) if node.module})
     near = [module for module in modules if path.split(".")[0].rstrip("*") in module] or modules
     return f"there are {', '.join(near[:6])}{' ...' if len(near) > 6 else ''}"
 

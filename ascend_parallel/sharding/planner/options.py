@@ -13,6 +13,7 @@ from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Graph, Node, 
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, is_even, shard
 from ascend_parallel.sharding.rules import OpPlacements, experts, strategies
 from ascend_parallel.sharding.rules import allowed as goes_together
+from ascend_parallel.sharding.rules.axes import is_float
 
 Signature = tuple[object, ...]
 
@@ -110,10 +111,10 @@ def is_cut(option: Option, data: int, dim: int | None = None) -> bool:
     return fits(main) and all(fits(layout) or layout[data] == REPLICATE for layout in others)
 
 
-def is_whole(option: Option, data: int, also_there: bool) -> bool:
-    """Tell whether all tensors are whole on every mesh dimension except `data`; with `also_there` also on `data`."""
+def is_whole(option: Option, data: int | None = None) -> bool:
+    """Tell whether all tensors are whole on every mesh dimension; with `data` except for that."""
     return all(
-        placement.kind in ("replicate", "partial_grad") or (index == data and not also_there)
+        placement.kind in WHOLE or index == data
         for layout in (*option.inputs, *option.outputs)
         for index, placement in enumerate(layout)
     )
@@ -152,23 +153,18 @@ def data_parallel_options(
     for the parameters of configured operators.
     """
     allowed = dict(options)
-    from_inputs: set[str] = set()
-    from_parameters: set[str] = set()
+    from_inputs, from_parameters = graph.computed_from(INPUT), graph.computed_from(PARAMETER)
     read = {value.node for name in configured for value in graph.nodes[name].inputs}
     for name, node in graph.nodes.items():
-        if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
-            from_inputs.add(name)
-        if node.kind == PARAMETER or any(value.node in from_parameters for value in node.inputs):
-            from_parameters.add(name)
         kept = list(allowed[name])
         if name not in configured:
             kept = [option for option in kept if _partials_are_produced(allowed, node, option, data)]
             if semi_auto and name not in read:
-                kept = [option for option in kept if is_whole(option, data, node.kind == PARAMETER)]
+                kept = [option for option in kept if is_whole(option, None if node.kind == PARAMETER else data)]
             elif node.kind == PARAMETER:
                 kept = [option for option in kept if option.outputs[0][data].kind in WHOLE]
             elif semi_auto:
-                kept = [option for option in kept if is_whole(option, data, False)]
+                kept = [option for option in kept if is_whole(option, data)]
         of_input = input_dim if node.kind == INPUT else None
         cut = [option for option in kept if name in from_inputs and is_cut(option, data, of_input)]
         if input_dim and node.kind == INPUT and not cut:
@@ -201,11 +197,7 @@ def expert_options(
                 f"{node.module or 'the model'} has tokens {list(tokens)}, {of_experts[0]} experts: the mesh "
                 "dimension of the experts has to divide both, and a strategy of this operator to allow the exchange"
             )
-        waiting = [value.node for value in node.inputs[experts.UP :]]
-        while waiting:
-            source = waiting.pop()
-            weights.add(source)
-            waiting += [value.node for value in graph.nodes[source].inputs]
+        weights |= graph.needed_for(node.inputs[experts.UP :])
     for name in weights:
         sliced = [option for option in allowed[name] if option.outputs[0][along] == shard(0)]
         allowed[name] = sliced or allowed[name]
@@ -245,29 +237,24 @@ def with_batch_cut_only_by(
     The batch is the first dimension of every tensor computed from the inputs that is as long as the inputs' first.
     """
     sizes = {node.outputs[0].shape[0] for node in graph.inputs if node.outputs[0].shape}
-    from_inputs: set[str] = set()
-    allowed = dict(options)
+    from_inputs, allowed = graph.computed_from(INPUT), dict(options)
 
     def cuts_batch(shape: Sequence[int], layout: Layout) -> bool:
         others = (placement for index, placement in enumerate(layout) if index not in data)
         return bool(shape) and shape[0] in sizes and any(placement == shard(0) for placement in others)
 
-    for name, node in graph.nodes.items():
-        if node.kind == INPUT or any(value.node in from_inputs for value in node.inputs):
-            from_inputs.add(name)
-            if name in configured:
-                continue
-            reads = [value.node in from_inputs for value in node.inputs]
-            kept = [
-                option
-                for option in allowed[name]
-                if not any(map(cuts_batch, (meta.shape for meta in node.outputs), option.outputs))
-                and not any(
-                    inside and cuts_batch(graph.meta(value).shape, layout)
-                    for inside, value, layout in zip(reads, node.inputs, option.inputs, strict=True)
-                )
-            ]
-            allowed[name] = kept or allowed[name]
+    for name in from_inputs.difference(configured):
+        node = graph.nodes[name]
+        kept = [
+            option
+            for option in allowed[name]
+            if not any(map(cuts_batch, (meta.shape for meta in node.outputs), option.outputs))
+            and not any(
+                value.node in from_inputs and cuts_batch(graph.meta(value).shape, layout)
+                for value, layout in zip(node.inputs, option.inputs, strict=True)
+            )
+        ]
+        allowed[name] = kept or allowed[name]
     return allowed
 
 
@@ -287,5 +274,5 @@ def differentiable_values(graph: Graph) -> frozenset[Value]:
         is_source = node.kind == PARAMETER or node.name in graph.with_gradient
         if is_source or (node.kind == CALL and any(value in differentiable for value in node.inputs)):
             tensors = zip(node.values, node.outputs, strict=True)
-            differentiable |= {v for v, meta in tensors if meta.dtype.is_floating_point or meta.dtype.is_complex}
+            differentiable |= {value for value, meta in tensors if is_float(meta)}
     return frozenset(differentiable)

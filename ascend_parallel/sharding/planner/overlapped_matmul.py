@@ -35,6 +35,7 @@ from ascend_parallel.sharding.layout import (
     cuts,
     is_even,
     shard,
+    with_placement,
 )
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import FittedCosts, MeshCosts
@@ -90,11 +91,6 @@ def matmul_of(call: OpCall) -> Matmul | None:
     return Matmul(x, weight, bias, transposed=call.name != "aten.linear.default")
 
 
-def with_placement(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
-    """Return the layout with another placement on a mesh dimension."""
-    return (*layout[:mesh_dim], placement, *layout[mesh_dim + 1 :])
-
-
 def sums_rows(matmul: Matmul, reads: Sequence[Layout], output: Layout, mesh_dim: int) -> bool:
     """Tell whether a matmul leaves partial sums along `mesh_dim`, of a weight that is sharded along K there."""
     return output[mesh_dim] == SUM and reads[matmul.weight][mesh_dim] == shard(matmul.k_dim)
@@ -138,26 +134,16 @@ def column_obstacle(
 
 def _rows_obstacle(shape: Shape, layout: Layout, mesh: ProcessMesh, mesh_dim: int) -> str:
     """Return why an overlapped operator cannot gather or scatter a tensor's slices as rows; "" if it can."""
-    dim, mesh_shape = layout[mesh_dim].dim, tuple(mesh.shape)
+    dim, mesh_shape = layout[mesh_dim].dim, mesh.shape
     if dim == len(shape) - 1:
         return f"{layout[mesh_dim]} shards its features, not its rows"
     if not is_even(shape, layout, mesh_shape):
         return f"{layout[mesh_dim]} of {list(shape)} is not even"
     if layout[mesh_dim] in layout[mesh_dim + 1 :]:
         return f"dimension {dim} is sharded by a later mesh dimension too"
-    if not _ascending(mesh, mesh_dim):
+    if not mesh.ascends(mesh_dim):
         return f"the ranks along {mesh.dim_names[mesh_dim]} do not ascend"
     return ""
-
-
-def _ascending(mesh: ProcessMesh, mesh_dim: int) -> bool:
-    """Tell whether the ranks ascend along a mesh dimension, as the ranks of a process group do."""
-    step = 1
-    for size in mesh.shape[mesh_dim + 1 :]:
-        step *= size
-    ranks, size = list(mesh.process_ids), mesh.shape[mesh_dim]
-    starts = (start for start in range(len(ranks)) if (start // step) % size < size - 1)
-    return all(ranks[start] < ranks[start + step] for start in starts)
 
 
 @dataclass(frozen=True)
@@ -231,7 +217,6 @@ class ExposedCosts:
         return forward + backward * gradient
 
     def _passes(self, matmul: LocalMatmul, rows: bool) -> tuple[float, float]:
-        """Return the exposed seconds of forward and backward."""
         model = self._models[matmul.mesh_dim]
         assert model is not None
         linear = Linear(

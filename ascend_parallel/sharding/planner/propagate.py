@@ -187,7 +187,7 @@ def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:
             )
         if node.call is not None and not has_rule(node.call):
             unknown.setdefault(node.call.name, []).append(node)
-    shape, model = tuple(mesh.shape), CostModel(find_hardware(hardware)) if unknown else None
+    shape, model = mesh.shape, CostModel(find_hardware(hardware)) if unknown else None
     for name, nodes in unknown.items():
         assert model is not None
         took = sum(
@@ -227,7 +227,7 @@ def _marked(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
 
 def _placed(graph: Graph, mesh: ProcessMesh) -> dict[str, OperatorStrategy]:
     """Return, by node, the placements of parameters and buffers that were DTensors when traced."""
-    sizes = tuple(zip(mesh.dim_names, mesh.shape, strict=True))
+    sizes = tuple(mesh.sizes.items())
     found = {}
     for name, node in graph.nodes.items():
         placed = graph.placed.get(node.source) if node.kind in (PARAMETER, BUFFER) else None
@@ -248,7 +248,7 @@ def _strategy(place: str, written: object, mesh: ProcessMesh) -> OperatorStrateg
     if not isinstance(written, tuple) or len(written) != 2:
         raise StrategyError(f"{place}: give a pair (in_strategy, out_strategy), not {written!r}")
     try:
-        return strategy(written[0], written[1], dict(zip(mesh.dim_names, mesh.shape, strict=True)))
+        return strategy(written[0], written[1], mesh.sizes)
     except StrategyError as error:
         raise StrategyError(f"{place}: {error}") from error
 
@@ -289,7 +289,7 @@ def slice_replicated(plan: ShardingPlan) -> ShardingPlan:
     MindSpore's manual configurations do the same.
     """
     layouts, inputs, sliced = dict(plan.layouts), dict(plan.inputs), set()
-    readers, options = plan.graph.readers(), Options(tuple(plan.mesh.shape))
+    readers, options = plan.graph.readers(), Options(plan.mesh.shape)
     kept = plan.graph.kept | set(plan.shared_layouts)
     for node in reversed(list(plan.graph.nodes.values())):
         if not _is_free(plan, node):

@@ -132,7 +132,6 @@ def _solution(
     places: Mapping[str, npt.NDArray[np.int64]],
     most_sums: int | None = None,
 ) -> tuple[dict[str, int], float]:
-    """Return the best solution among options, and its cost."""
     options = {name: of_name[places[name]] if places else of_name for name, of_name in remaining.items()}
     part = restricted(problem, options)
     found = solve(part) if most_sums is None else solve(part, most_sums=most_sums)

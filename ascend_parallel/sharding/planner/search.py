@@ -106,7 +106,7 @@ def readers_of_marked_weights(
     The weight lies in slices because the user wants it there. Gathering it, to compute the operator in full on every
     rank, has to be worth that time. Operators that read the weight alone (a transpose, a cast) pass it on.
     """
-    weights = (node.name for node in graph.nodes.values() if node.kind == PARAMETER and node.name in configured)
+    weights = (node.name for node in graph.of_kind(PARAMETER) if node.name in configured)
     waiting = [name for name in weights if all(map(_shards, options[name]))]
     found, readers = set[str](), graph.readers()
     while waiting:
@@ -128,19 +128,14 @@ TIE_BREAK = 1e-21
 WORTH_SHARDING = 1e-4
 # The dimension of the inputs that is the sequence, after the batch.
 SEQUENCE = 1
-# Stands for no mesh dimension in `is_whole`.
-NO_DIMENSION = -1
 
 
 @dataclass
 class Search:
     """A propagation: its assignment problem, and the plan of the solution.
 
-    data: the mesh dimension along which tensors computed from the inputs are sharded, and parameters are whole.
-    sequence: the mesh dimension along which they are sharded by the inputs' second dimension, the sequence.
-    experts: the mesh dimension along which tokens go to their experts; else as `data`.
-    semi_auto: whether nodes that are not configured are whole on the other mesh dimensions.
-    only_data_cuts_batch: whether no mesh dimension but `data` and `experts` shards the batch.
+    data, sequence, experts: the mesh dimensions that `propagate` calls data_dim (or semi_auto), sequence_dim and
+    expert_dim. semi_auto: whether `data` is that of the semi-automatic mode.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
     "time"); None: each collective costs its full time.
@@ -163,7 +158,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
-        self._shape = tuple(self.mesh.shape)
+        self._shape = self.mesh.shape
         self._exposed = ExposedCosts(self.costs, self.overlap) if self.overlap and self.objective == "time" else None
         self.edges = EdgeCosts(self._shape, self.costs, self._exposed)
         self._model = CostModel(find_hardware(self.hardware))
@@ -183,20 +178,20 @@ class Search:
                 self.configured[name] = str(node.mark or f"shard_tensor({node.source})")
         free = set(self.configured)
         if self.experts is not None:
-            along = self.mesh.dim_names.index(self.experts)
+            along = self.mesh.dim(self.experts)
             self.options, weights = expert_options(self.graph, self.options, along)
             if self.experts == self.data:
                 free |= weights
             else:
                 self.options = data_parallel_options(self.graph, self.options, free | weights, False, along)
         if self.data is not None:
-            data = self.mesh.dim_names.index(self.data)
+            data = self.mesh.dim(self.data)
             self.options = data_parallel_options(self.graph, self.options, free, self.semi_auto, data)
             if self.only_data_cuts_batch:
-                cut_by = {data} if self.experts is None else {data, self.mesh.dim_names.index(self.experts)}
+                cut_by = {data} if self.experts is None else {data, self.mesh.dim(self.experts)}
                 self.options = with_batch_cut_only_by(self.graph, self.options, self.configured, cut_by)
         if self.sequence is not None:
-            along = self.mesh.dim_names.index(self.sequence)
+            along = self.mesh.dim(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
         self._interned = Interned()
         self._drop_averages()
@@ -232,7 +227,7 @@ class Search:
             whole = [value.node in self._fixed for value in node.inputs]
             if any(whole):
                 self.options[node.name] = without_partials(self.options[node.name], whole) or self.options[node.name]
-            if not is_whole(self.options[node.name][0], NO_DIMENSION, True):
+            if not is_whole(self.options[node.name][0]):
                 continue  # semi-automatic mode shards the node
             if all(value.node in self._fixed for value in node.inputs) and not self._is_worth_sharding(node):
                 self.options[node.name] = self.options[node.name][:1]

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
-from ascend_parallel.sharding.layout import REPLICATE, Layout, backward, forward
+from ascend_parallel.sharding.layout import REPLICATE, Layout, backward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -102,7 +102,7 @@ class ShardingPlan:
 
     def __repr__(self) -> str:
         """Return a summary in a line; `explain` returns the details."""
-        calls = sum(node.kind == CALL for node in self.graph.nodes.values())
+        calls = len(self.graph.of_kind(CALL))
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives().items())) or "no collectives"
         return f"<ShardingPlan of {calls} operators on {self.mesh}: {kinds}, {1e3 * self.seconds:.3f} ms a step>"
 
@@ -204,12 +204,10 @@ class ShardingPlan:
             return
         back = None
         if value in self.differentiable:
-            back = self._redistribution(value, backward(target), backward(source))
-        yield Conversion(
-            value, reader, source, target, self._redistribution(value, forward(source), forward(target)), back
-        )
+            back = self.redistribution(value, backward(target), backward(source))
+        yield Conversion(value, reader, source, target, self.redistribution(value, source, target), back)
 
-    def _redistribution(self, value: Value, source: Layout, target: Layout) -> Redistribution:
+    def redistribution(self, value: Value, source: Layout, target: Layout) -> Redistribution:
+        """Return the collectives that bring a tensor from one layout to another."""
         meta = self.graph.meta(value)
-        shape = tuple(self.mesh.shape)
-        return plan_redistribution(meta.shape, meta.dtype.itemsize, shape, source, target, self.costs)
+        return plan_redistribution(meta.shape, meta.dtype.itemsize, self.mesh.shape, source, target, self.costs)

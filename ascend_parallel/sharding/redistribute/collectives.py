@@ -68,56 +68,54 @@ def note(kind: str, mesh_dim: int, nbytes: float) -> None:
 class Request:
     """A collective on a group; rows are in the order of the group's ranks.
 
+    step
+        Its kind is that of the collective; the `op` of its source, a key of `REDUCTIONS`, the reduction.
     x
         The input, contiguous except for an all-reduce; not modified.
-    op
-        The reduction, a key of `REDUCTIONS`.
     observer
         Called with the step when the collective starts.
     result
         The output, valid after the started work was waited for.
     """
 
-    kind: str
     step: RedistributeStep
     group: dist.ProcessGroup
     x: torch.Tensor
-    op: str = ""
     observer: Callable[[RedistributeStep], None] | None = None
     result: torch.Tensor = field(init=False)
 
     @property
     def coalesce_key(self) -> Hashable:
         """Return the key that requests share if they can run as a single collective."""
-        return self.kind, self.group, self.op, self.x.dtype, self.x.device
+        return self.step.kind, self.group, self.step.source.op, self.x.dtype, self.x.device
 
     def start(self) -> Work:
         """Start the collective, and return the work to wait for."""
         if self.observer is not None:
             self.observer(self.step)
-        return NamedWork(self.kind, self._start(), self.group, self.x.device)
+        return NamedWork(self.step.kind, self._start(), self.group, self.x.device)
 
     def _start(self) -> Work | None:
-        ranks, x = self.group.size(), self.x
+        ranks, x, kind, op = self.group.size(), self.x, self.step.kind, self.step.source.op
         work: Work | None
-        gives_all = self.kind in (ALL_GATHER, ALL_TO_ALL)
-        note(self.kind, self.step.mesh_dim, sent(self.kind, x.nbytes * (ranks if gives_all else 1), ranks))
-        if self.kind == ALL_REDUCE:
+        gives_all = kind in (ALL_GATHER, ALL_TO_ALL)
+        note(kind, self.step.mesh_dim, sent(kind, x.nbytes * (ranks if gives_all else 1), ranks))
+        if kind == ALL_REDUCE:
             self.result = x.clone(memory_format=torch.contiguous_format)
-            work = dist.all_reduce(self.result, REDUCTIONS[self.op], self.group, async_op=True)
+            work = dist.all_reduce(self.result, REDUCTIONS[op], self.group, async_op=True)
             return work
         self.result = x.new_empty(ranks if gives_all else 1, *x.shape[1:])
-        if self.kind == ALL_GATHER:
+        if kind == ALL_GATHER:
             return all_gather_single(self.result.view(ranks, -1), x.view(1, -1), self.group)
-        if self.kind == ALL_TO_ALL:
+        if kind == ALL_TO_ALL:
             work = dist.all_to_all_single(self.result, x, group=self.group, async_op=True)
             return work
-        if REDUCTIONS[self.op] == dist.ReduceOp.SUM:
+        if REDUCTIONS[op] == dist.ReduceOp.SUM:
             (start,) = reduce_scatters(self.result.view(1, -1), (1,), self.group)
             return start(x.view(ranks, -1))
         # torch's backends lack a reduce-scatter with max or min: an all-to-all, then a local reduction
         parts = torch.empty_like(x)
-        extreme = torch.amax if self.op == "max" else torch.amin
+        extreme = torch.amax if op == "max" else torch.amin
         work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
         return FinishingWork([work], lambda: extreme(parts, 0, keepdim=True, out=self.result), self.group, parts)
 
@@ -131,7 +129,7 @@ class CoalescedCollective:
         self._all = first
         if len(requests) > 1:
             x = torch.cat([request.x.reshape(len(request.x), -1) for request in requests], dim=1)
-            self._all = Request(first.kind, first.step, first.group, x, first.op, first.observer)
+            self._all = Request(first.step, first.group, x, first.observer)
         self._waiting: Work | None = self._all.start()
 
     def wait(self) -> None:

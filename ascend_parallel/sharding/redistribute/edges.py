@@ -173,10 +173,10 @@ def plan_differentiable(
     observer: Observer | None = None,
 ) -> DifferentiableRedistribution:
     """Return the collectives of `convert`, forward and backward, for a tensor of this shape and bytes per element."""
-    source, target, factor = _without_averages(source, target, tuple(mesh.shape))
+    source, target, factor = _without_averages(source, target, mesh.shape)
 
     def planned(before: Layout, after: Layout) -> Redistribution:
-        return plan_redistribution(shape, itemsize, tuple(mesh.shape), before, after, costs)
+        return plan_redistribution(shape, itemsize, mesh.shape, before, after, costs)
 
     in_forward, in_backward = planned(forward(source), forward(target)), planned(backward(target), backward(source))
     return DifferentiableRedistribution(shape, mesh, in_forward, in_backward, factor, observer)

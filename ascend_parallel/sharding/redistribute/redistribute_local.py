@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.sharding.layout import Shape, local_shape
+from ascend_parallel.sharding.layout import Shape, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import Request
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -112,7 +112,7 @@ def lines_of(shape: Shape, mesh: ProcessMesh, redistribution: Redistribution) ->
     for step in redistribution.steps if place is not None else ():
         assert place is not None
         dim = step.mesh_dim
-        after = (*layout[:dim], step.target, *layout[dim + 1 :])
+        after = with_placement(layout, dim, step.target)
         shapes = [local_shape(shape, ends, mesh.shape, place) for ends in (layout, after)]
         lines.append(MeshDimStep(mesh, step, place[dim], mesh.places_in_group(dim, place), shapes[0], shapes[1]))
         layout = after
@@ -132,22 +132,20 @@ def redistribute_requests(
 
 
 def _all_gather(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
-    step = line.step
-    dim = step.source.dim
+    dim = line.step.source.dim
     size = line.after[dim]
     x_piece = _padded(local.movedim(dim, 0), line.piece(size))
     if not x_piece.numel() or line.ranks == 1:
         return _padded(x_piece, line.ranks * x_piece.shape[0])[:size].movedim(0, dim)
-    request = Request(ALL_GATHER, step, line.group, x_piece.contiguous()[None], observer=observer)
+    request = Request(line.step, line.group, x_piece.contiguous()[None], observer)
     yield request
     whole = line.by_place(request.result).flatten(0, 1)
     return whole[:size].movedim(0, dim)
 
 
 def _all_reduce(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
-    step = line.step
     if local.numel() and line.ranks > 1:
-        request = Request(ALL_REDUCE, step, line.group, local[None], step.source.op, observer)
+        request = Request(line.step, line.group, local[None], observer)
         yield request
         total = request.result[0]
     else:
@@ -156,30 +154,28 @@ def _all_reduce(local: torch.Tensor, line: MeshDimStep, observer: Observer | Non
 
 
 def _reduce_scatter(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
-    step = line.step
-    dim = step.target.dim
+    dim = line.step.target.dim
     piece = line.piece(line.before[dim])
     x = _padded(local.movedim(dim, 0), line.ranks * piece)
     if line.ranks == 1 or not x.numel():
         own = x[:piece].clone()
     else:
         x = line.by_group(x.reshape(line.ranks, piece, *x.shape[1:])).contiguous()
-        request = Request(REDUCE_SCATTER, step, line.group, x, step.source.op, observer)
+        request = Request(line.step, line.group, x, observer)
         yield request
         own = request.result[0]
     return _averaged(own[: line.after[dim]].movedim(0, dim), line)
 
 
 def _all_to_all(local: torch.Tensor, line: MeshDimStep, observer: Observer | None) -> RequestGenerator:
-    step = line.step
-    joined, cut = step.source.dim, step.target.dim
+    joined, cut = line.step.source.dim, line.step.target.dim
     size, piece = line.after[joined], line.piece(line.before[cut])
     # [cut, joined, ...]: the rows of `cut` that a rank receives are contiguous
     x = _padded(local.movedim((cut, joined), (0, 1)), line.ranks * piece)
     x = _padded(x.transpose(0, 1), line.piece(size)).transpose(0, 1)
     blocks = x.reshape(line.ranks, piece, *x.shape[1:])  # [rank, cut, joined, ...]
     if x.numel() and line.ranks > 1:
-        request = Request(ALL_TO_ALL, step, line.group, line.by_group(blocks).contiguous(), observer=observer)
+        request = Request(line.step, line.group, line.by_group(blocks).contiguous(), observer)
         yield request
         blocks = line.by_place(request.result)
     whole = blocks.transpose(0, 1).flatten(1, 2)

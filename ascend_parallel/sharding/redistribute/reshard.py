@@ -42,15 +42,7 @@ HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 def reshard(
     dtensor: DTensor, mesh: Mesh, placements: Sequence[dtensor.Placement], *, costs: MeshCosts | None = None
 ) -> DTensor:
-    """Return the tensor with other placements, on the same mesh or on another; gradients flow back.
-
-    costs
-        The costs of collectives on the tensor's mesh, which decide among them; by default those of the device type.
-
-    Every rank of both meshes has to call it (at a mesh's first use, every rank of the default group). Raises
-    `ValueError` for placements that do not fit tensor and mesh, `TypeError` if `dtensor` is no DTensor or `placements`
-    no list.
-    """
+    """Return the tensor with other placements as torch's own DTensor; else as `ascend_parallel.sharding.reshard`."""
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"reshard takes a DTensor, not a {type(dtensor).__name__}: make one by shard_tensor")
     target_mesh = ProcessMesh.of(mesh)
@@ -110,8 +102,6 @@ class _MeshRedistribution:
 
 
 class _Reshard(torch.autograd.Function):
-    """Redistributes in forward; redistributes the gradient back in backward."""
-
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, planned: _MeshRedistribution) -> DTensor:
         ctx.planned, ctx.local_shape = planned, dtensor.to_local().shape
@@ -150,7 +140,6 @@ def _extreme_share(local: torch.Tensor, shape: Sequence[int], planned: _MeshRedi
 
 
 def _averaged_ranks(layout: Layout, mesh: ProcessMesh) -> int:
-    """Return the number of ranks that the tensor is an average over."""
     return prod(size for placement, size in zip(layout, mesh.shape, strict=True) if placement.op == "avg")
 
 

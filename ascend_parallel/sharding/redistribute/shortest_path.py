@@ -37,8 +37,10 @@ from ascend_parallel.sharding.layout import (
     Shape,
     forward,
     is_even,
-    local_shape,
+    largest_local_shape,
     shard,
+    text,
+    with_placement,
 )
 from ascend_parallel.sharding.redistribute.costs import (
     ALL_GATHER,
@@ -193,11 +195,10 @@ class _LayoutSpace:
         self._shards = [shard(dim) for dim, size in enumerate(shape) if size > 1 or shard(dim) in used]
         # paths between even layouts pass only through even layouts, so that they need no padding
         self._even = all(is_even(shape, layout, mesh_shape) for layout in ends)
-        self._extent = cache(lambda layout: local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape)))
+        self._extent = cache(lambda layout: largest_local_shape(shape, layout, mesh_shape))
         self._time = cache(lambda kind, nbytes, dim: costs.seconds(kind, nbytes, dim) if nbytes else 0.0)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield all layouts of the space."""
         placements = [REPLICATE, *self._partials, *self._shards]
         return (layout for layout in product(placements, repeat=len(self._mesh_shape)) if self._allowed(layout))
 
@@ -210,7 +211,7 @@ class _LayoutSpace:
             shards = [target for target in self._shards if target.dim not in later]
             for after in [REPLICATE, *self._partials, *shards]:
                 kind = _kind(placement, after)
-                changed = (*layout[:dim], after, *layout[dim + 1 :])
+                changed = with_placement(layout, dim, after)
                 if kind and self._allowed(changed):
                     nbytes = self._whole(kind, dim, layout, changed)
                     yield dim, changed, (kind, nbytes), self._time(kind, nbytes, dim)
@@ -257,7 +258,7 @@ def _commute(layout: Layout) -> bool:
 
 
 def _check(shape: Shape, mesh_shape: Shape, layout: Layout, costs: MeshCosts) -> None:
-    shown = " ".join(map(str, layout))
+    shown = text(layout)
     if len(layout) != len(mesh_shape) or costs.shape != mesh_shape:
         raise ValueError(
             f"{shown}: give a placement, and costs, for each dimension of a mesh of shape {list(mesh_shape)}"

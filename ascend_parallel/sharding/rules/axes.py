@@ -62,6 +62,11 @@ def is_float(meta: TensorMeta) -> bool:
     return meta.dtype.is_floating_point or meta.dtype.is_complex
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of `dtype` are summed: fp32 at least."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
 def normal(dim: int, dims: int) -> int:
     """Return the dimension counted from 0, also for a negative `dim`."""
     return dim + dims if dim < 0 else dim
@@ -150,9 +155,21 @@ def aligned(call: OpCall, dims: Iterable[int] | None = None) -> list[Axis]:
     ]
 
 
-def same(call: OpCall, dims: Iterable[int]) -> list[Axis]:
-    """Return an axis for each of `dims`: the same dimension of every input and output."""
-    return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs)) for dim in dims]
+def same(call: OpCall, dims: Iterable[int], inputs: int | None = None) -> list[Axis]:
+    """Return an axis for each of `dims`: the same dimension of every input and output.
+
+    inputs: of that many inputs, the others stay whole; None: of all.
+    """
+    count = len(call.inputs) if inputs is None else inputs
+    rest = (None,) * (len(call.inputs) - count)
+    return [Axis((*(dim,) * count, *rest), (dim,) * len(call.outputs)) for dim in dims]
+
+
+def other_dims(call: OpCall, *dims: int) -> list[int]:
+    """Return the dimensions of the first input but these, of which some may be counted from the end."""
+    count = len(call.inputs[0].shape)
+    own = {normal(dim, count) for dim in dims}
+    return [dim for dim in range(count) if dim not in own]
 
 
 def lettered(call: OpCall, inputs: Sequence[str], output: str) -> list[Axis]:

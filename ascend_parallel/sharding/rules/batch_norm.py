@@ -24,14 +24,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, local_shape
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, largest_local_shape
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
+from ascend_parallel.sharding.tracing.functionalize import FUNCTIONAL_BATCH_NORM
 
 STATISTICS = ("running_mean", "running_var")
 CHANNELS = 1  # the dimension of the channels
-FUNCTIONAL = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
 def _without_statistics(
@@ -46,7 +46,7 @@ _library.define(
     "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("local_batch_norm.stateless(Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor")
-_library.impl("local_batch_norm", FUNCTIONAL, "CompositeImplicitAutograd")
+_library.impl("local_batch_norm", FUNCTIONAL_BATCH_NORM, "CompositeImplicitAutograd")
 _library.impl("local_batch_norm.stateless", _without_statistics, "CompositeImplicitAutograd")
 LOCAL = torch.ops.ascend_parallel.local_batch_norm.default
 LOCAL_WITHOUT_STATISTICS = torch.ops.ascend_parallel.local_batch_norm.stateless
@@ -80,11 +80,11 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     if not arguments(call)["training"]:
         return []
     x = call.inputs[0]
-    channels = local_shape(x.shape, layouts[0], tuple(mesh_shape), [0] * len(mesh_shape))[CHANNELS]
-    nbytes = channels * _compute_dtype(x.dtype).itemsize
+    channels = largest_local_shape(x.shape, layouts[0], mesh_shape)[CHANNELS]
+    nbytes = channels * sum_dtype(x.dtype).itemsize
     found = []
     for dim in _summed(layouts[0], mesh_shape):
-        found += [Reduction(dim, nbytes, "sum")] * 2 + [Reduction(dim, 2 * nbytes, "sum", "backward")]
+        found += [Reduction(dim, nbytes, "sum")] * 2 + [Reduction(dim, 2 * nbytes, "sum")]
     return found
 
 
@@ -134,7 +134,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         along = [dim for dim in range(x.dim()) if dim != CHANNELS]
-        wide = x.to(_compute_dtype(x.dtype))
+        wide = x.to(sum_dtype(x.dtype))
         mean = over.total(wide.sum(along), "forward") / over.count
         centred = wide - _spread(mean, x)
         var = over.total(centred.square().sum(along), "forward") / over.count
@@ -197,13 +197,9 @@ def _outputs(call: OpCall, dim: int, of_statistics: int | None) -> tuple[int | N
     return (dim, *(None if meta.shape == (0,) else of_statistics for meta in call.outputs[1:]))
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def register() -> None:
     """Register this file's rules."""
     register_all("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", over_channels)
-    for target in (torch.ops.aten.batch_norm, torch.ops.aten._native_batch_norm_legit_functional):
+    for target in ("aten.batch_norm", "aten._native_batch_norm_legit_functional"):
         register_rule(target, of_whole_batch, run, reductions)
     register_rule("ascend_parallel.local_batch_norm", of_local_batch)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 from ascend_parallel.ops.expert_exchange import ExpertGroup, exchange_counts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape, shard
+from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, largest_local_shape, shard
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
 from ascend_parallel.sharding.rules.local import ExpertRanks, Part
 from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
@@ -72,20 +71,6 @@ def mixture_of_experts(
     activation: "silu", "gelu", "gelu_tanh" or "relu". On one card backward computes the experts a second time; in a
     plan it does not. Raises `ValueError` for shapes that do not fit, and for another activation.
     """
-    _check(x, index, weight, up, down, gate, activation)
-    out: torch.Tensor = _operator(x, index, weight, up, down, gate, activation)
-    return out
-
-
-def _check(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    gate: torch.Tensor | None,
-    activation: str,
-) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"mixture_of_experts: activation={activation!r}; give one of {', '.join(ACTIVATIONS)}")
     if index.is_floating_point() or index.dtype == torch.bool:
@@ -99,6 +84,8 @@ def _check(
             f"mixture_of_experts: {given}; give x [..., H], index and weight [..., k], up and gate [E, F, H], "
             "down [E, H, F]"
         )
+    out: torch.Tensor = _operator(x, index, weight, up, down, gate, activation)
+    return out
 
 
 def _whole(
@@ -201,16 +188,12 @@ class _RunGroup:
         self, group: ExpertGroup, rows: torch.Tensor, probs: torch.Tensor | None, weights: Tensors
     ) -> torch.Tensor:
         """Return the experts' outputs of rows [n, H], in the order [source][expert]."""
-        counts = group.received
-        order = None if len(counts) == 1 else _by_expert(counts, rows.device)
-        sizes = [sum(of_source) for of_source in zip(*counts, strict=True)]
-        parts = torch.split_with_sizes(rows if order is None else rows[order], sizes)
+        parts = torch.split_with_sizes(group.by_expert(rows), group.expert_sizes)
         activate = ACTIVATIONS[self.activation]
         outputs = [
             _expert(part, *of_expert, activate=activate) for part, *of_expert in zip(parts, *weights, strict=True)
         ]
-        out = torch.cat(outputs)
-        return out if order is None else torch.empty_like(out).index_copy(0, order, out)
+        return group.by_source(torch.cat(outputs))
 
 
 def _expert(
@@ -223,18 +206,6 @@ def _expert(
 ) -> torch.Tensor:
     wide = F.linear(x, up)
     return F.linear(activate(wide) if gate is None else activate(F.linear(x, gate)) * wide, down)
-
-
-def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return the order that takes rows from [source][expert] to [expert][source]."""
-    flat = [count for of_source in counts for count in of_source]
-    pieces = [range(*ends) for ends in pairwise(accumulate(flat, initial=0))]
-    experts = len(counts[0])
-    return torch.tensor(
-        [row for expert in range(experts) for piece in pieces[expert::experts] for row in piece],
-        device=device,
-        dtype=torch.int64,
-    )
 
 
 def placements(call: OpCall) -> list[OpPlacements]:
@@ -264,7 +235,7 @@ def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     for dim in exchange_dims(layouts):
         x, index = call.inputs[X], call.inputs[INDEX]
         line = x.local_bytes(layouts[X], mesh_shape) * mesh_shape[dim] * index.shape[-1]
-        found += [AllToAll(dim, line, direction) for direction in ("forward", "forward", "backward", "backward")]
+        found += [AllToAll(dim, line)] * 4
     return found
 
 
@@ -284,9 +255,8 @@ def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     Of each row: what it was, what its expert's layers made of it, the activation's result, and what came back.
     """
     item, (experts, _, _) = call.inputs[UP].dtype.itemsize, call.inputs[UP].shape
-    origin = (0,) * len(mesh_shape)
     (*tokens, width), (own, inner, _) = (
-        local_shape(call.inputs[place].shape, layouts[place], mesh_shape, origin) for place in (X, UP)
+        largest_local_shape(call.inputs[place].shape, layouts[place], mesh_shape) for place in (X, UP)
     )
     sent = prod(tokens) * call.inputs[INDEX].shape[-1]
     rows = sent * prod(mesh_shape[dim] for dim in exchange_dims(layouts)) * own / experts

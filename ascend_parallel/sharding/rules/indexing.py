@@ -8,8 +8,9 @@ import torch
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, place, same
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, linear_in, normal, other_dims, place, same
 from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.sharding.rules.reductions import leading
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_all, register_rule
 
 
@@ -46,15 +47,14 @@ def gather(call: OpCall) -> list[OpPlacements]:
     if not tensor:
         return []
     dim = normal(arguments(call)["dim"], len(tensor))
-    axes = [Axis((axis, axis), (axis,)) for axis in range(len(tensor)) if axis != dim and tensor[axis] == index[axis]]
+    axes = same(call, [axis for axis in other_dims(call, dim) if tensor[axis] == index[axis]])
     return cut(call, [*axes, Axis((None, dim), (dim,))]) + linear_in(call, [0])
 
 
 def index_select(call: OpCall) -> list[OpPlacements]:
     """Shard a dimension other than `dim`, or the ids."""
-    dims = len(call.inputs[0].shape)
-    dim = normal(arguments(call)["dim"], dims)
-    axes = [Axis((axis, None), (axis,)) for axis in range(dims) if axis != dim]
+    dim = normal(arguments(call)["dim"], len(call.inputs[0].shape))
+    axes = same(call, other_dims(call, dim), inputs=1)
     return cut(call, [*axes, Axis((None, 0), (dim,))] if call.inputs[1].shape else axes) + linear_in(call, [0])
 
 
@@ -98,9 +98,7 @@ def scatter(call: OpCall) -> list[OpPlacements]:
     named, shape = arguments(call), call.inputs[0].shape
     if not shape:
         return []
-    dim = normal(named["dim"], len(shape))
-    others = [axis for axis in range(len(shape)) if axis != dim]
-    axes = [axis for axis in others if len({meta.shape[axis] for meta in call.inputs}) == 1]
+    axes = [dim for dim in other_dims(call, named["dim"]) if len({meta.shape[dim] for meta in call.inputs}) == 1]
     linear = "add" in call.name or place(named.get("src")) is not None
     return cut(call, same(call, axes)) + (linear_in(call, [0, 2]) if linear and "reduce" not in named else [])
 
@@ -110,7 +108,6 @@ def index_written(call: OpCall) -> list[OpPlacements]:
     dims, named = len(call.inputs[0].shape), arguments(call)
     if not dims:
         return []
-    dim = normal(named["dim"], dims)
     own = [
         Axis(
             tuple(
@@ -119,8 +116,7 @@ def index_written(call: OpCall) -> list[OpPlacements]:
             ),
             (axis,),
         )
-        for axis in range(dims)
-        if axis != dim
+        for axis in other_dims(call, named["dim"])
     ]
     return cut(call, own) + (linear_in(call, [0, 2]) if place(named.get("source")) is not None else [])
 
@@ -143,11 +139,6 @@ def index_put(call: OpCall) -> list[OpPlacements]:
     return cut(call, axes)
 
 
-def one_hot(call: OpCall) -> list[OpPlacements]:
-    """Shard the ids."""
-    return cut(call, same(call, range(len(call.inputs[0].shape))))
-
-
 def run_one_hot(part: Part) -> Any:
     """Pass the whole output's number of classes, which the operator would otherwise take from the local ids."""
     return part.run(num_classes=part.call.outputs[0].shape[-1])
@@ -162,4 +153,4 @@ def register() -> None:
     register_all("scatter.src scatter.value scatter_add", scatter)
     register_all("index_add index_copy index_fill", index_written)
     register_all("index_put _unsafe_index_put", index_put)
-    register_rule("aten.one_hot", one_hot, run_one_hot)
+    register_rule("aten.one_hot", leading(0, linear=False), run_one_hot)

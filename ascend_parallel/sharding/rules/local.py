@@ -164,13 +164,8 @@ class LocalCall:
     def _places(self) -> dict[str, int | str]:
         """The place of each argument of the schema: its index among `args`, or its name among `kwargs`."""
         count = len(self.call.args)
-        names = [argument.name for argument in self._schema_arguments]
+        names = [argument.name for argument in self.call.declared]
         return {name: place if place < count else name for place, name in enumerate(names)}
-
-    @cached_property
-    def _schema_arguments(self) -> Sequence[Any]:
-        schema = getattr(self.call.target, "_schema", None)
-        return schema.arguments if schema is not None else ()
 
     @cached_property
     def _inputs_in_args(self) -> tuple[tuple[int, int], ...]:
@@ -197,7 +192,7 @@ class LocalCall:
         """The places of the arguments that the operator writes to."""
         return {
             self._places[argument.name]
-            for argument in self._schema_arguments
+            for argument in self.call.declared
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out"
         }
 
@@ -290,7 +285,6 @@ class Part:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Return an accelerator's default generator."""
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ascend_parallel.sharding.graph import OpCall
-from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, bounds, local_shape, shard
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place
+from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, SUM, Layout, largest_local_shape, shard
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, is_float, place, sum_dtype
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Reduction, register_all, register_rule
 
@@ -28,33 +28,27 @@ def over_classes(call: OpCall) -> list[OpPlacements]:
     return [OpPlacements((shard(CLASSES), REPLICATE), (REPLICATE,))]
 
 
-def cuts_classes(layouts: Sequence[Layout]) -> bool:
-    """Tell whether the first input is sharded along the classes."""
-    return shard(CLASSES) in layouts[0]
-
-
 def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
-    """Return the all-reduces per mesh dimension: a max per sample, then 2 sums per sample, 3 with label smoothing."""
-    rows = tuple(REPLICATE if placement == shard(CLASSES) else placement for placement in layouts[0])
-    shape = list(local_shape(call.inputs[0].shape, rows, tuple(mesh_shape), [0] * len(mesh_shape)))
-    del shape[CLASSES]
-    nbytes = prod(shape) * _compute_dtype(call.inputs[0].dtype).itemsize
-    sums = 3 if arguments(call)["label_smoothing"] else 2
+    """Return the all-reduces of sharded classes per mesh dimension: a max, then 2 sums per sample, 3 with smoothing."""
     dims = _dims(layouts[0], mesh_shape)
+    if not dims:
+        return []
+    rows = tuple(REPLICATE if placement == shard(CLASSES) else placement for placement in layouts[0])
+    shape = list(largest_local_shape(call.inputs[0].shape, rows, mesh_shape))
+    del shape[CLASSES]
+    nbytes = prod(shape) * sum_dtype(call.inputs[0].dtype).itemsize
+    sums = 3 if arguments(call)["label_smoothing"] else 2
     return [Reduction(dim, nbytes, "max") for dim in dims] + [Reduction(dim, sums * nbytes, "sum") for dim in dims]
 
 
-def run_over_classes(part: Part, count: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return this rank's part of the loss.
-
-    count: returns the divisor of a mean.
-    """
+def run_over_classes(part: Part) -> torch.Tensor:
+    """Return this rank's part of the loss."""
     named = arguments(part.call)
     logits, target = part.inputs
     own = part.input_bounds(0)
     reduction = int(named["reduction"])
-    if reduction == 1:  # a mean reads the whole targets
-        target = target[tuple(slice(*bound) for dim, bound in enumerate(own) if dim != CLASSES)]
+    if reduction == MEAN:  # a mean reads the whole targets
+        target = _local_target(part, target)
     classes, ignored = part.call.inputs[0].shape[CLASSES], int(named["ignore_index"])
     torch._assert_async(
         ((target == ignored) | ((target >= 0) & (target < classes))).all(), "a target is beyond the classes"
@@ -65,7 +59,7 @@ def run_over_classes(part: Part, count: Callable[[], torch.Tensor]) -> torch.Ten
     )
     losses: torch.Tensor = _CrossEntropy.apply(logits, target, classes_part)  # type: ignore[no-untyped-call]
     if reduction:
-        losses = losses.sum() / (count() if reduction == 1 else 1)
+        losses = losses.sum() / (_count(part, part.inputs[1]) if reduction == MEAN else 1)
     return losses.to(part.call.outputs[0].dtype)
 
 
@@ -102,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, classes_part: _ShardedClasses) -> torch.Tensor:
-        x = logits.to(_compute_dtype(logits.dtype))
+        x = logits.to(sum_dtype(logits.dtype))
         largest = classes_part.over_ranks(x.amax(CLASSES), "max")
         places, own = classes_part.places(target, x.shape[CLASSES])
         sums = [(x - largest.unsqueeze(CLASSES)).exp_().sum(CLASSES)]
@@ -138,10 +132,6 @@ def _dims(layout: Layout, mesh_shape: Sequence[int]) -> list[int]:
     """Return the mesh dimensions of size > 1 that shard the classes."""
     pairs = zip(layout, mesh_shape, strict=True)
     return [dim for dim, (placement, size) in enumerate(pairs) if placement == shard(CLASSES) and size > 1]
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 NONE, MEAN, TOTAL = 0, 1, 2  # ATen's numbers for `reduction`
@@ -198,10 +188,12 @@ def run_by_class(part: Part) -> Any:
     samples_sharded = any(placement.kind == "shard" for placement in part.input_layouts[0])
     if named["reduction"] != MEAN or is_float(part.call.inputs[index]) or not samples_sharded:
         return part.run()
-    shape, layout = part.call.inputs[0].shape, part.input_layouts[0]
-    own = bounds(shape, layout, part.mesh_shape, part.coordinate)
-    local_target = target[tuple(slice(*bound) for dim, bound in enumerate(own) if dim != 1)]
-    return part.run(target=local_target, reduction=TOTAL) / _count(part, target)
+    return part.run(target=_local_target(part, target), reduction=TOTAL) / _count(part, target)
+
+
+def _local_target(part: Part, target: torch.Tensor) -> torch.Tensor:
+    """Return the targets of this rank's logits among the whole targets."""
+    return target[tuple(slice(*bound) for dim, bound in enumerate(part.input_bounds(0)) if dim != CLASSES)]
 
 
 def cross_entropy(call: OpCall) -> list[OpPlacements]:
@@ -211,14 +203,7 @@ def cross_entropy(call: OpCall) -> list[OpPlacements]:
 
 def run_cross_entropy(part: Part) -> Any:
     """Run `run_by_class`; with sharded classes, run the loss with collectives over the classes."""
-    if not cuts_classes(part.input_layouts):
-        return run_by_class(part)
-    return run_over_classes(part, lambda: _count(part, part.inputs[1]))
-
-
-def cross_entropy_reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Reduction]:
-    """Return the all-reduces that sharded classes need."""
-    return reductions(call, layouts, mesh_shape) if cuts_classes(layouts) else []
+    return run_over_classes(part) if shard(CLASSES) in part.input_layouts[0] else run_by_class(part)
 
 
 def _count(part: Part, target: torch.Tensor) -> torch.Tensor:
@@ -236,4 +221,4 @@ def register() -> None:
     """Register this file's rules."""
     register_all(BY_ELEMENT, by_element)
     register_all(BY_CLASS, by_class, run_by_class)
-    register_rule("aten.cross_entropy_loss", cross_entropy, run_cross_entropy, cross_entropy_reductions)
+    register_rule("aten.cross_entropy_loss", cross_entropy, run_cross_entropy, reductions)

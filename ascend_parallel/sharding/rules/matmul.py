@@ -43,20 +43,12 @@ def matmul(call: OpCall) -> list[OpPlacements]:
 
 
 def product_of(letters: tuple[str, str, str]) -> Rule:
-    """Return the rule of a product of two tensors."""
+    """Return the rule of a product of two tensors, also with a bias before them, which is broadcast to the output."""
 
     def rule(call: OpCall) -> list[OpPlacements]:
-        return cut(call, lettered(call, letters[:2], letters[2])) + linear_in(call, [0], [1])
-
-    return rule
-
-
-def biased_product_of(letters: tuple[str, str, str]) -> Rule:
-    """Return the rule of a bias, broadcast to the output, plus a product of two tensors."""
-
-    def rule(call: OpCall) -> list[OpPlacements]:
-        bias = letters[2][len(letters[2]) - len(call.inputs[0].shape) :]
-        return cut(call, lettered(call, [bias, *letters[:2]], letters[2])) + linear_in(call, [1], [2])
+        *bias, first, second = range(len(call.inputs))
+        of_bias = [letters[2][len(letters[2]) - len(call.inputs[index].shape) :] for index in bias]
+        return cut(call, lettered(call, [*of_bias, *letters[:2]], letters[2])) + linear_in(call, [first], [second])
 
     return rule
 
@@ -184,7 +176,7 @@ def register() -> None:
     for name, letters in PRODUCTS.items():
         register_rule(f"aten.{name}", product_of(letters))
     for name, letters in BIASED.items():
-        register_rule(f"aten.{name}", biased_product_of(letters), run_biased)
+        register_rule(f"aten.{name}", product_of(letters), run_biased)
     for name in ("aten._grouped_mm", "transformers.grouped_mm_fallback"):
         register_rule(name, grouped)
     names = "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"

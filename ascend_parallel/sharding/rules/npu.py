@@ -7,14 +7,16 @@ torch_npu 2.13.0 wheel. An argument that a rule does not know leaves the operato
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in, normal, place, same
+from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in, place, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.matmul import linear, run_biased
 from ascend_parallel.sharding.rules.pointwise import pointwise, unary_linear
+from ascend_parallel.sharding.rules.reductions import along
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_rule
 
 ATTENTION = "npu_fusion_attention"
@@ -94,22 +96,16 @@ def attention_matmuls(call: OpCall, inputs: Sequence[tuple[int, ...]]) -> tuple[
     query, key = inputs[named["query"].index], inputs[named["key"].index]
     whole = _shape(call, named, "query")
     width = whole[-1] // named["head_num"] if order in ("BSH", "SBH") else whole[-1]
-    rows = 1
-    for size in query:
-        rows *= size
-    return max(rows // width, 1), width, key[BATCH_HEADS_SEQUENCE.get(order, (0, 1, 0))[2]]
+    return max(prod(query) // width, 1), width, key[BATCH_HEADS_SEQUENCE.get(order, (0, 1, 0))[2]]
 
 
 def rms_norm(call: OpCall) -> list[OpPlacements]:
-    """npu_rms_norm(x, gamma) -> y, rstd: shard a dimension before those of gamma, which is partial_grad."""
-    leading = range(len(call.inputs[0].shape) - len(call.inputs[1].shape))
-    return cut(call, [Axis((dim, None), (dim, dim)) for dim in leading])
+    """Shard a dimension before those of gamma, which is partial_grad.
 
-
-def add_rms_norm(call: OpCall) -> list[OpPlacements]:
-    """npu_add_rms_norm(x1, x2, gamma) -> y, rstd, x1 + x2: shard a dimension before those of gamma."""
-    leading = range(len(call.inputs[0].shape) - len(call.inputs[2].shape))
-    return cut(call, [Axis((dim, dim, None), (dim, dim, dim)) for dim in leading])
+    npu_rms_norm(x, gamma) -> y, rstd; npu_add_rms_norm(x1, x2, gamma) -> y, rstd, x1 + x2.
+    """
+    *tensors, gamma = call.inputs
+    return cut(call, same(call, range(len(tensors[0].shape) - len(gamma.shape)), len(tensors)))
 
 
 def rotary_mul(call: OpCall) -> list[OpPlacements]:
@@ -137,13 +133,6 @@ def apply_rotary(call: OpCall) -> list[OpPlacements]:
     return cut(call, axes)
 
 
-def gated(call: OpCall) -> list[OpPlacements]:
-    """npu_swiglu, npu_geglu: shard a dimension that is not halved."""
-    dims = len(call.inputs[0].shape)
-    halved = normal(arguments(call)["dim"], dims)
-    return cut(call, same(call, (dim for dim in range(dims) if dim != halved)))
-
-
 def masked_softmax(call: OpCall) -> list[OpPlacements]:
     """npu_scaled_masked_softmax(x, mask): shard batch or heads; rows of scores too, where the mask is given."""
     rows = () if arguments(call)["fixed_triu_mask"] else (2,)
@@ -161,12 +150,12 @@ def register() -> None:
     """Register this file's rules."""
     for name in (ATTENTION, f"{ATTENTION}_v2"):
         register_rule(f"npu.{name}", attention, run_attention)
-    register_rule("npu.npu_rms_norm", rms_norm)
-    register_rule("npu.npu_add_rms_norm", add_rms_norm)
+    for name in ("npu_rms_norm", "npu_add_rms_norm"):
+        register_rule(f"npu.{name}", rms_norm)
     register_rule("npu.npu_rotary_mul", rotary_mul)
     register_rule("npu.npu_apply_rotary_pos_emb", apply_rotary)
     for name in ("npu_swiglu", "npu_geglu"):
-        register_rule(f"npu.{name}", gated)
+        register_rule(f"npu.{name}", along)
     for name in ELEMENTWISE.split():
         register_rule(f"npu.{name}", pointwise)
     register_rule("npu.npu_dtype_cast", unary_linear)

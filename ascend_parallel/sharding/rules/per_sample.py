@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from ascend_parallel.sharding.graph import OpCall, Ref
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, linear_in_all, normal, place, same
-from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all
+from ascend_parallel.sharding.rules.axes import (
+    Axis,
+    arguments,
+    cut,
+    draws,
+    linear_in_all,
+    normal,
+    other_dims,
+    place,
+    same,
+)
+from ascend_parallel.sharding.rules.reductions import leading
+from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
 
 RECURRENT = "lstm.input gru.input rnn_tanh.input rnn_relu.input"
 FOURIER = """
@@ -32,19 +43,12 @@ def recurrent(call: OpCall) -> list[OpPlacements]:
 
 def transformed(call: OpCall) -> list[OpPlacements]:
     """Fourier transforms: shard a dimension that is not transformed; linear."""
-    named, dims = arguments(call), len(call.inputs[0].shape)
-    along = named.get("dim")
+    named = arguments(call)
+    along, lengths = named.get("dim"), named.get("s")
     if along is None:
-        lengths = named.get("s")
-        along = range(dims if lengths is None else -len(lengths), 0) if lengths is not None else range(dims)
-    own = {normal(dim, dims) for dim in (along if not isinstance(along, int) else [along])}
-    return cut(call, same(call, (dim for dim in range(dims) if dim not in own))) + linear_in_all(call)
-
-
-def complex_view(call: OpCall) -> list[OpPlacements]:
-    """view_as_complex, view_as_real: shard a dimension of the complex tensor; linear."""
-    dims = min(len(call.inputs[0].shape), len(call.outputs[0].shape))
-    return cut(call, same(call, range(dims))) + linear_in_all(call)
+        along = range(len(call.inputs[0].shape)) if lengths is None else range(-len(lengths), 0)
+    own = [along] if isinstance(along, int) else along
+    return cut(call, same(call, other_dims(call, *own))) + linear_in_all(call)
 
 
 def prelu(call: OpCall) -> list[OpPlacements]:
@@ -66,44 +70,23 @@ def written(call: OpCall) -> list[OpPlacements]:
     if place(named["self"]) != 0 or place(named["src"]) != 1:
         return []
     dim, selects = normal(named["dim"], dims), len(call.inputs[1].shape) < dims
-    others = (each for each in range(dims) if each != dim)
-    axes = [Axis((each, each - (selects and each > dim)), (each,)) for each in others]
+    axes = [Axis((each, each - (selects and each > dim)), (each,)) for each in other_dims(call, dim)]
     return cut(call, axes) + linear_in_all(call)
-
-
-def leading(kept: int, linear: bool) -> Rule:
-    """Return the rule of an operator over the last `kept` dimensions of its one tensor: shard the others."""
-
-    def rule(call: OpCall) -> list[OpPlacements]:
-        shapes = [meta.shape for meta in (*call.inputs, *call.outputs)]
-        dims = range(max(min(map(len, shapes)) - kept, 0))
-        return cut(call, same(call, dims)) + (linear_in_all(call) if linear else [])
-
-    return rule
 
 
 def windows(call: OpCall) -> list[OpPlacements]:
     """Tensor.unfold: shard a dimension without windows; linear."""
-    dims = len(call.inputs[0].shape)
-    own = normal(arguments(call)["dimension"], dims)
-    axes = [Axis((dim,), (dim,)) for dim in range(dims) if dim != own]
-    return cut(call, axes) + linear_in_all(call)
+    return cut(call, same(call, other_dims(call, arguments(call)["dimension"]))) + linear_in_all(call)
 
 
-def batch_of(samples: int) -> Rule:
-    """Return the rule of an operator that shards the batch of its first `samples` tensors, the other inputs whole."""
-
-    def rule(call: OpCall) -> list[OpPlacements]:
-        dims = [0 if at < samples else None for at in range(len(call.inputs))]
-        return cut(call, [Axis(tuple(dims), (0,) * len(call.outputs))])
-
-    return rule
+def sampled(call: OpCall) -> list[OpPlacements]:
+    """grid_sampler: shard the batch of images and grids."""
+    return cut(call, same(call, [0], inputs=2))
 
 
 def spectrogram(call: OpCall) -> list[OpPlacements]:
     """STFT: shard the batch of the signals [B, L]; a single signal [L] stays whole."""
-    rest = (None,) * (len(call.inputs) - 1)
-    return cut(call, [Axis((0, *rest), (0,))]) if len(call.inputs[0].shape) == 2 else []
+    return cut(call, same(call, [0], inputs=1)) if len(call.inputs[0].shape) == 2 else []
 
 
 def distances(call: OpCall) -> list[OpPlacements]:
@@ -120,24 +103,20 @@ def similarity(call: OpCall) -> list[OpPlacements]:
     """Cosine similarity of tensors of one shape: shard another dimension than the compared one."""
     if len(call.inputs) != 2 or call.inputs[0].shape != call.inputs[1].shape:
         return []
-    dims = len(call.inputs[0].shape)
-    own = normal(arguments(call)["dim"], dims)
-    return cut(call, [Axis((dim, dim), (dim - (dim > own),)) for dim in range(dims) if dim != own])
+    own = normal(arguments(call)["dim"], len(call.inputs[0].shape))
+    return cut(call, [Axis((dim, dim), (dim - (dim > own),)) for dim in other_dims(call, own)])
 
 
 def bilinear(call: OpCall) -> list[OpPlacements]:
     """x1 A x2 + b: shard a dimension before the features; weight and bias partial_grad."""
-    dims = range(len(call.inputs[0].shape) - 1)
-    rest = (None,) * (len(call.inputs) - 2)
-    return cut(call, [Axis((dim, dim, *rest), (dim,)) for dim in dims])
+    return cut(call, same(call, range(len(call.inputs[0].shape) - 1), inputs=2))
 
 
 def of_elements(call: OpCall) -> list[OpPlacements]:
     """bucketize: shard the values, the boundaries whole."""
     if not isinstance(arguments(call)["self"], Ref):
         return []
-    rest = (None,) * (len(call.inputs) - 1)
-    return cut(call, [Axis((dim, *rest), (dim,)) for dim in range(len(call.inputs[0].shape))])
+    return cut(call, same(call, range(len(call.inputs[0].shape)), inputs=1))
 
 
 def channels_dropped(call: OpCall) -> list[OpPlacements]:
@@ -150,14 +129,14 @@ def register() -> None:
     """Register this file's rules."""
     register_all(RECURRENT, recurrent)
     register_all(FOURIER, transformed)
-    register_all("view_as_complex view_as_real", complex_view)
+    register_all("view_as_complex view_as_real", leading(0, linear=True))
     register_all("prelu _prelu_kernel", prelu)
     register_all("_weight_norm", weight_norm)
     register_all("slice_scatter select_scatter", written)
     register_all("pixel_shuffle pixel_unshuffle channel_shuffle", leading(3, linear=True))
     register_all("im2col col2im", leading(2, linear=True))
     register_all("unfold", windows)
-    register_all("grid_sampler grid_sampler_2d grid_sampler_3d", batch_of(2))
+    register_all("grid_sampler grid_sampler_2d grid_sampler_3d", sampled)
     register_all("stft", spectrogram)
     register_all("cdist", distances)
     register_all("cosine_similarity", similarity)

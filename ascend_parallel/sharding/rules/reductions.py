@@ -43,9 +43,9 @@ def axes_of(call: OpCall, reduced: Placement | None = None) -> list[Axis]:
     for dim in range(before):
         if dim not in along:
             out = dim if after == before else dim - sum(removed < dim for removed in along)
-            axes.append(Axis((dim,), (out,) * len(call.outputs)))
+            axes.append(Axis((dim,) * len(call.inputs), (out,) * len(call.outputs)))
         elif reduced is not None:
-            axes.append(Axis((dim,), (None,) * len(call.outputs), reduced))
+            axes.append(Axis((dim,) * len(call.inputs), (None,) * len(call.outputs), reduced))
     return axes
 
 
@@ -65,16 +65,17 @@ def averaged(call: OpCall) -> list[OpPlacements]:
 
 
 def accumulated(call: OpCall) -> list[OpPlacements]:
-    """Cumulative sum: `along`, and linear."""
+    """Cumulative sum, difference: `along`, and jointly linear in all tensors."""
     return along(call) + linear_in_all(call)
 
 
-def spatial(dims: int, linear: bool) -> Rule:
-    """Return the rule of an operator over the last `dims` dimensions of each sample and channel: shard the others."""
+def leading(kept: int, linear: bool) -> Rule:
+    """Return the rule of an operator over the last `kept` dimensions of its tensors: shard those before."""
 
     def rule(call: OpCall) -> list[OpPlacements]:
-        leading = range(len(call.inputs[0].shape) - dims)
-        return cut(call, same(call, leading)) + (linear_in_all(call) if linear else [])
+        shapes = [meta.shape for meta in (*call.inputs, *call.outputs)]
+        dims = range(max(min(map(len, shapes)) - kept, 0))
+        return cut(call, same(call, dims)) + (linear_in_all(call) if linear else [])
 
     return rule
 
@@ -85,9 +86,8 @@ STATISTICS = ("running_mean", "running_var")
 
 def over_last(call: OpCall) -> list[OpPlacements]:
     """Layer and RMS norm: shard a dimension before the normalised dimensions; weight and bias are partial_grad."""
-    leading = range(len(call.inputs[0].shape) - len(arguments(call)["normalized_shape"]))
-    rest = (None,) * (len(call.inputs) - 1)
-    return cut(call, [Axis((dim, *rest), (dim,) * len(call.outputs)) for dim in leading])
+    dims = range(len(call.inputs[0].shape) - len(arguments(call)["normalized_shape"]))
+    return cut(call, same(call, dims, inputs=1))
 
 
 def over_groups(call: OpCall) -> list[OpPlacements]:
@@ -96,8 +96,7 @@ def over_groups(call: OpCall) -> list[OpPlacements]:
         whole = [place(arguments(call)[name]) for name in STATISTICS]
         if whole != [None, None]:
             return []  # running statistics need the whole batch
-    rest = (None,) * (len(call.inputs) - 1)
-    return cut(call, [Axis((0, *rest), (0,) * len(call.outputs))])
+    return cut(call, same(call, [0], inputs=1))
 
 
 def run_native_group_norm(part: Part) -> Any:
@@ -110,10 +109,10 @@ def register() -> None:
     register_all(NONLINEAR, along)
     register_all("sum", summed)
     register_all("mean", averaged)
-    register_all("cumsum", accumulated)
+    register_all("cumsum diff", accumulated)
     for dims in (1, 2, 3):
-        register_all(AVERAGES[dims], spatial(dims, linear=True))
-        register_all(EXTREMES[dims], spatial(dims, linear=False))
+        register_all(AVERAGES[dims], leading(dims, linear=True))
+        register_all(EXTREMES[dims], leading(dims, linear=False))
     register_all(LAYERS, over_last)
     register_all("group_norm instance_norm", over_groups)
     register_all("native_group_norm", over_groups, run_native_group_norm)

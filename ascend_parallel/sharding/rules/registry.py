@@ -31,14 +31,11 @@ class Reduction:
         The bytes of each rank's tensor.
     op
         "sum" or "max".
-    direction
-        "forward" or "backward".
     """
 
     mesh_dim: int
     nbytes: int
     op: str
-    direction: str = "forward"
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,10 @@ class AllToAll:
 
     nbytes
         The bytes of the slices of all ranks together.
-    direction
-        "forward" or "backward".
     """
 
     mesh_dim: int
     nbytes: float
-    direction: str = "forward"
 
 
 Rule = Callable[[OpCall], Iterable[OpPlacements]]
@@ -62,7 +56,7 @@ Run = Callable[[Part], Any]
 """Runs a rank's part, where the operator's call on local tensors would be wrong."""
 
 OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], Sequence[Reduction | AllToAll]]
-"""Returns the collectives that an operator runs itself, from the layouts of its inputs and the mesh's shape."""
+"""Returns the collectives of a step that an operator runs itself, from its inputs' layouts and the mesh's shape."""
 
 Allows = Callable[[OpCall, Sequence[Layout]], bool]
 """Tells whether an operator's strategies on single mesh dimensions go together, from the layouts of its inputs."""

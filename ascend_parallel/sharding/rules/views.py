@@ -10,7 +10,7 @@ from typing import Any
 
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import REPLICATE, Shape
-from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal, same
+from ascend_parallel.sharding.rules.axes import Axis, aligned, arguments, cut, linear_in_all, normal, other_dims, same
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.reductions import accumulated
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_all
@@ -80,7 +80,7 @@ def _order(call: OpCall, dims: int) -> list[int]:
         for place, dim in sorted(zip(target, source, strict=True)):
             order.insert(place, dim)
         return order
-    if call.name.split(".")[1] == "numpy_T":
+    if call.operator == "numpy_T":
         return order[::-1]
     first, second = ("dim0", "dim1") if "dim0" in named else ("axis0", "axis1")
     swapped = normal(named.get(first, -2), dims), normal(named.get(second, -1), dims)
@@ -117,24 +117,15 @@ def joined(call: OpCall) -> list[OpPlacements]:
 def moved_along(call: OpCall) -> list[OpPlacements]:
     """roll, flip, triu, tril, pad: shard a dimension along which no element moves."""
     dims = len(call.inputs[0].shape)
-    named, name = arguments(call), call.name.split(".")[1]
+    named, name = arguments(call), call.operator
     if name in ("triu", "tril"):
         moved = [dims - 2, dims - 1]
     elif "pad" in named:
         moved = [dims - 1 - index // 2 for index, size in enumerate(named["pad"]) if size != 0]
     else:
-        moved = [normal(dim, dims) for dim in named["dims"]] or list(range(dims))
+        moved = list(named["dims"] or range(dims))
     linear = "pad" not in named or not named.get("value")
-    own = [dim for dim in range(dims) if dim not in moved]
-    return cut(call, same(call, own)) + (linear_in_all(call) if linear else [])
-
-
-def difference(call: OpCall) -> list[OpPlacements]:
-    """torch.diff: shard a dimension other than `dim`; linear in the tensor and in what is put before and after."""
-    dims = len(call.inputs[0].shape)
-    dim = normal(arguments(call)["dim"], dims)
-    own = [axis for axis in range(dims) if axis != dim]
-    return cut(call, same(call, own)) + linear_in_all(call)
+    return cut(call, same(call, other_dims(call, *moved))) + (linear_in_all(call) if linear else [])
 
 
 def repeat(call: OpCall) -> list[OpPlacements]:
@@ -192,7 +183,6 @@ def register() -> None:
     register_all(f"{names} unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split.sections", along)
     register_all("cat concat stack", joined)
     register_all("roll flip triu tril constant_pad_nd pad", moved_along)
-    register_all("diff", difference)
     register_all("repeat tile", repeat, run_repeat)
     register_all("repeat_interleave.self_int", repeat_interleave, run_repeat_interleave)
     register_all(CREATIONS, created)

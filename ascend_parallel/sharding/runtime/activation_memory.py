@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Ref, Value
-from ascend_parallel.sharding.layout import Layout, cuts, forward
+from ascend_parallel.sharding.layout import Layout, forward
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
-from ascend_parallel.sharding.runtime.recompute_config import Recompute, calls
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.sharding.tracing.functionalize import memory_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _ask(call: OpCall, requires_grad: Sequence[bool]) -> AutogradSaves:
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        saved[memory_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with _torch_kernels(), FakeTensorMode(), torch.enable_grad():
@@ -88,9 +88,9 @@ def _ask(call: OpCall, requires_grad: Sequence[bool]) -> AutogradSaves:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = call.target(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        read = frozenset(place for place, tensor in enumerate(inputs) if _storage(tensor) in saved)
-        made = frozenset(place for place, tensor in enumerate(outputs) if _storage(tensor) in saved)
-        known = {_storage(tensor) for tensor in (*inputs, *outputs)}
+        read = frozenset(place for place, tensor in enumerate(inputs) if memory_of(tensor) in saved)
+        made = frozenset(place for place, tensor in enumerate(outputs) if memory_of(tensor) in saved)
+        known = {memory_of(tensor) for tensor in (*inputs, *outputs)}
         inside = sum(nbytes for storage, nbytes in saved.items() if storage not in known)
     return AutogradSaves(read, made, inside)
 
@@ -104,10 +104,6 @@ def _torch_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 # Of a key: what an operator makes for its backward alone. No layout of a tensor is empty.
@@ -138,7 +134,7 @@ class SavedTensors:
         """Return the tensors kept from forward to backward."""
         found = list(found)
         inside = {name for block in found for name in block.nodes}
-        kept = self.by_all(node for node in calls(self._graph) if node.name not in inside)
+        kept = self.by_all(node for node in self._graph.of_kind(CALL) if node.name not in inside)
         for block in found:
             kept |= self.by_block(block)
         return kept
@@ -167,7 +163,7 @@ class SavedTensors:
 
     def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
         """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
-        layouts, shape = self._schedule.inputs[node.name], tuple(self._plan.mesh.shape)
+        layouts, shape = self._schedule.inputs[node.name], self._plan.mesh.shape
         found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
         found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found
@@ -215,10 +211,8 @@ class SavedTensors:
 
     def _is_sent(self, value: Value, target: Layout) -> bool:
         """Tell whether the redistribution of a tensor to `target` communicates in forward."""
-        meta, source = self._graph.meta(value), self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
-        mesh_shape, layouts = tuple(self._plan.mesh.shape), (forward(source), forward(target))
-        return plan_redistribution(meta.shape, meta.dtype.itemsize, mesh_shape, *layouts, self._plan.costs).nbytes > 0
+        source = self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
+        return self._plan.redistribution(value, source, target).nbytes > 0
 
     def _bytes(self, value: Value, layout: Layout) -> float:
-        meta = self._graph.meta(value)
-        return meta.nbytes / prod(cuts(layout, tuple(self._plan.mesh.shape), len(meta.shape)))
+        return self._graph.meta(value).local_bytes(layout, self._plan.mesh.shape)

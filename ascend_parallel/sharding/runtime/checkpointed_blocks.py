@@ -12,10 +12,8 @@ from ascend_parallel.sharding.rules import draws, experts
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
-    calls,
     check_recompute,
     found_nodes,
-    nodes_of,
     prefixes,
 )
 
@@ -105,7 +103,7 @@ class _BlockBuilder:
         """Return the outermost marked module of each node inside a marked module."""
         patterns = [pattern for pattern in self._recompute.modules if ":" not in pattern]
         found = {}
-        for node in calls(self._graph):
+        for node in self._graph.of_kind(CALL):
             paths = prefixes(node.module)
             owners = [path for path in paths if any(path_matches(path, pattern) for pattern in patterns)]
             if owners:
@@ -133,8 +131,8 @@ class _BlockBuilder:
     def _operator_spans(self) -> dict[int, int]:
         """Return the span number of each unit in a span of single operators; overlapping spans are merged."""
         patterns = [pattern for pattern in self._recompute.modules if ":" in pattern]
-        operators = [name for pattern in patterns for name in nodes_of(self._graph, pattern)]
-        self._operators = {name for name in operators if name not in self._owners}
+        operators = [node for pattern in patterns for node in found_nodes(self._graph, pattern) if node.kind == CALL]
+        self._operators = {node.name for node in operators if node.name not in self._owners}
         ends = [(self._unit_of[name], self._last_reader(name)) for name in self._operators]
         spans: list[list[int]] = []
         for start, end in sorted(ends):

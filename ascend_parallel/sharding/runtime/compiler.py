@@ -5,17 +5,19 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Value
-from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape
+from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.operator_cost import all_reduce_step
+from ascend_parallel.sharding.planner.operator_cost import own_step
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import Observer
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
-from ascend_parallel.sharding.rules import AllToAll, local_call, own_collectives
+from ascend_parallel.sharding.rules import AllToAll, Reduction, local_call, own_collectives
 from ascend_parallel.sharding.rules.local import AllReduce, ExpertRanks
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
@@ -56,9 +58,9 @@ def all_reducer(mesh: ProcessMesh, costs: MeshCosts, observer: Observer) -> AllR
     whole = (REPLICATE,) * mesh.ndim
 
     def all_reduce(tensor: torch.Tensor, mesh_dim: int, op: str, direction: str = "forward") -> torch.Tensor:
-        step = all_reduce_step(mesh_dim, tensor.numel() * tensor.element_size(), op, costs)
+        step = own_step(Reduction(mesh_dim, tensor.numel() * tensor.element_size(), op), costs)
         observer(direction, step)
-        source = (*whole[:mesh_dim], step.source, *whole[mesh_dim + 1 :])
+        source = with_placement(whole, mesh_dim, step.source)
         return redistribute_local(tensor, tensor.shape, mesh, Redistribution(source, whole, (step,)))
 
     return all_reduce
@@ -85,7 +87,6 @@ class _Compiler:
         self._started: dict[tuple[Value, str, Layout], int] = {}
 
     def forward(self) -> Program:
-        """Compile the whole forward."""
         rank_plan, nodes = self._rank_plan, self._graph.nodes.values()
         layouts = self._schedule.layouts
         whole = (REPLICATE,) * self._plan.mesh.ndim
@@ -135,7 +136,7 @@ class _Compiler:
     def _outputs(self) -> list[int]:
         """Store the buffers that the forward updated, and return the registers of the model's outputs."""
         plan, layouts = self._plan, self._schedule.layouts
-        held = {node.source: layouts[Value(node.name)] for node in plan.graph.nodes.values() if node.kind == BUFFER}
+        held = {node.source: layouts[Value(node.name)] for node in plan.graph.of_kind(BUFFER)}
         for value in (*self._graph.updates.values(), *self._graph.returned):
             self._value(value)  # a buffer is loaded before the first store: readers get its old value
         for buffer, value in self._graph.updates.items():
@@ -149,9 +150,8 @@ class _Compiler:
 
     def _register(self, value: Value, layout: Layout) -> int:
         meta, mesh = self._plan.graph.meta(value), self._plan.mesh
-        nbytes = meta.dtype.itemsize
-        for size in local_shape(meta.shape, forward(layout), tuple(mesh.shape), self._rank_plan.coordinate):
-            nbytes *= size
+        shape = local_shape(meta.shape, forward(layout), mesh.shape, self._rank_plan.coordinate)
+        nbytes = prod(shape) * meta.dtype.itemsize
         held = self._graph.nodes[value.node].kind not in (CALL, INPUT)
         self._registers.append(Register(value, layout, nbytes, held and layout == self._schedule.layouts[value]))
         return len(self._registers) - 1
@@ -241,7 +241,7 @@ class _Compiler:
         """Return the instruction that runs the rank's part of an operator."""
         call, plan, layouts = node.call, self._plan, self._schedule.inputs[node.name]
         assert call is not None
-        mesh_shape, given = tuple(plan.mesh.shape), [self._schedule.layouts[value] for value in node.values]
+        mesh_shape, given = plan.mesh.shape, [self._schedule.layouts[value] for value in node.values]
         local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
         own = own_collectives(call, layouts, mesh_shape)
         if any(isinstance(collective, AllToAll) for collective in own):
@@ -253,7 +253,6 @@ class _Compiler:
         return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
 
     def _expert_ranks(self, mesh_dim: int) -> ExpertRanks:
-        """Return the ranks among which tokens go to their experts along a mesh dimension."""
         mesh, rank_plan = self._plan.mesh, self._rank_plan
         places = mesh.places_in_group(mesh_dim, rank_plan.coordinate)
         return ExpertRanks(mesh.group(mesh_dim), places, rank_plan.settings)

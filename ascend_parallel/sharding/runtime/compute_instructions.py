@@ -75,12 +75,10 @@ class Run(Instruction):
                 outputs = self.compute(inputs, step.stream)
         else:
             outputs = self.compute(inputs, step.stream)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
+        self.write(registers, outputs)
 
     @cached_property
     def _inputs(self) -> tuple[int, ...]:
-        """The registers of the operator's inputs."""
         return self.reads[: len(self.node.inputs)]
 
     @property
@@ -130,8 +128,7 @@ class RunKernel(Instruction):
                 outputs = self.kernel.run(inputs)
         else:
             outputs = self.kernel.run(inputs)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
+        self.write(registers, outputs)
 
 
 @dataclass(frozen=True)
@@ -140,8 +137,7 @@ class SyncBoundary(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Mark the first input that requires a gradient."""
-        for register, tensor in zip(self.writes, sync_boundary([registers[at] for at in self.reads]), strict=True):
-            registers[register] = tensor
+        self.write(registers, sync_boundary([registers[register] for register in self.reads]))
 
 
 @dataclass(frozen=True)
@@ -160,6 +156,4 @@ class Recompute(Instruction):
             return tuple(body.run(tensors, replace(first, results=results)))
 
         inputs = tuple(registers[register] for register in self.reads)
-        outputs = recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives)
-        for register, output in zip(self.writes, outputs, strict=True):
-            registers[register] = output
+        self.write(registers, recompute_in_backward(run, inputs, keep_collectives=self.keep_collectives))

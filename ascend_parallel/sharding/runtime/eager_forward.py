@@ -176,7 +176,6 @@ class EagerForward(TorchFunctionMode):
         return leaves if same and all(map(self._is_same, leaves, call.arguments)) else None
 
     def _is_same(self, argument: Any, traced: Any) -> bool:
-        """Tell whether an argument is the same as in the traced call."""
         if isinstance(argument, PlannedDTensor):
             return argument.run is self and argument.local.value == traced
         if isinstance(argument, torch.Tensor):

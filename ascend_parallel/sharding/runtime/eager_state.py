@@ -9,12 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CONSTANT, INPUT, FunctionCall, Node, ParameterRef, Value
+from ascend_parallel.sharding.graph import (
+    CONSTANT,
+    INPUT,
+    FunctionCall,
+    Node,
+    ParameterRef,
+    Value,
+    first_names,
+    named_tensors,
+)
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, local_part, spec_of
@@ -24,7 +32,6 @@ from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import NOT_OVERLAPPED, RankPlan
-from ascend_parallel.sharding.tracing.function_calls import first_names
 
 
 class EagerState:
@@ -53,13 +60,10 @@ class EagerState:
 
         overlap: settings of the overlapped operators; None: no operator is overlapped.
         """
-        coordinate = plan.mesh.coordinate(dist.get_rank())
-        if coordinate is None:
-            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
-        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, coordinate
+        self.plan, self.local_inputs, self.coordinate = plan, local_inputs, plan.mesh.own_coordinate()
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
-        self._schedule = Schedule(plan.layouts, plan.inputs, plan.shared_layouts)
+        self._schedule = Schedule.of(plan)
         if overlap is not None:
             self._schedule = fuse(plan, replace(overlap, region=False), held_weights=True)
         self._settings = overlap or NOT_OVERLAPPED
@@ -72,7 +76,7 @@ class EagerState:
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
             self.by_values[call.function, values].append(number)
         self.updated = frozenset(plan.graph.updates.values())
-        self.constants = {node.name: self._constant(node) for node in nodes_of(plan, CONSTANT)}
+        self.constants = {node.name: self._constant(node) for node in plan.graph.of_kind(CONSTANT)}
         self._first = first_names(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerState:
@@ -86,8 +90,7 @@ class EagerState:
     def held(self, model: torch.nn.Module) -> dict[ParameterRef, torch.Tensor]:
         """Return the model's parameters and buffers; a tied tensor by the first of its names."""
         if not self._owners:
-            named = (*model.named_parameters(), *model.named_buffers())
-            paths = [(name.rpartition("."), ParameterRef(name)) for name, _ in named]
+            paths = [(name.rpartition("."), ParameterRef(name)) for name in named_tensors(model)]
             self._owners = [(model.get_submodule(path), name, ref) for (path, _, name), ref in paths]
         return {ref: getattr(owner, name) for owner, name, ref in self._owners}
 
@@ -131,11 +134,6 @@ class EagerState:
     def _constant(self, node: Node) -> torch.Tensor:
         constant, layout = self.plan.graph.constants[node.source], self.plan.layouts[Value(node.name)]
         return local_slice(constant, layout, self.plan.mesh.shape, self.coordinate)
-
-
-def nodes_of(plan: ShardingPlan, *kinds: str) -> list[Node]:
-    """Return the nodes of these kinds."""
-    return [node for node in plan.graph.nodes.values() if node.kind in kinds]
 
 
 def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.rules.axes import arguments
-from ascend_parallel.sharding.rules.batch_norm import FUNCTIONAL, LOCAL
+from ascend_parallel.sharding.rules.batch_norm import LOCAL
 from ascend_parallel.sharding.rules.npu import ATTENTION
+from ascend_parallel.sharding.tracing.functionalize import BATCH_NORM, FUNCTIONAL_BATCH_NORM
 
-BATCH_NORM = torch.ops.aten.batch_norm.default
-UPDATING = (FUNCTIONAL, LOCAL)  # batch norms that update running statistics
+UPDATING = (FUNCTIONAL_BATCH_NORM, LOCAL)  # batch norms that update running statistics
 DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 # The argument that switches dropout off in evaluation, with its value there, by operator.
 DROPPING: dict[str, tuple[str, Any]] = {
@@ -73,7 +73,7 @@ def check_evaluation(graph: Graph, traced: Graph) -> None:
 def _replaced(node: Node) -> Node:
     if node.call is None:
         return node
-    by_name, name = arguments(node.call), node.call.name.split(".")[1]
+    by_name, name = arguments(node.call), node.call.operator
     if name in DROPPING and by_name[DROPPING[name][0]] != DROPPING[name][1]:
         return replace(node, call=_with(node.call, *DROPPING[name]))
     if node.call.target in UPDATING:
@@ -88,21 +88,20 @@ def _with(call: OpCall, name: str, value: Any) -> OpCall:
     """Return the call with another value for an argument."""
     if name in call.kwargs:
         return replace(call, kwargs={**call.kwargs, name: value})
-    schema: Any = getattr(call.target, "_schema")  # noqa: B009 - a callable, for the type checker
-    index = [argument.name for argument in schema.arguments].index(name)
+    index = [argument.name for argument in call.declared].index(name)
     return replace(call, args=(*call.args[:index], value, *call.args[index + 1 :]))
 
 
 def _operators(graph: Graph) -> Iterator[tuple[Any, ...]]:
     """Yield the needed operators in order, then the outputs and the updated buffers."""
     known: dict[Value, Any] = {}
-    needed, count = _needed(graph), itertools.count()
+    needed, count = graph.needed_for(graph.kept), itertools.count()
     for node in graph.nodes.values():
         if node.call is None:
             known[Value(node.name)] = (node.kind, node.source, _digest(graph.constants.get(node.source)))
         elif node.name in needed:
             by_name = {name: value for name, value in arguments(node.call).items() if name != "cudnn_enabled"}
-            name = node.call.name.split(".")[1]
+            name = node.call.operator
             # a tensor's strides, which attention without dropout may change, decide whether torch runs `contiguous`
             if name == "contiguous" or (name in DROPOUT and not by_name["train"]):
                 known[Value(node.name)] = known[node.inputs[0]]
@@ -126,15 +125,3 @@ def _digest(constant: Any) -> str:
 
 def _read(leaf: Any, read: Sequence[Any]) -> Any:
     return read[leaf.index] if isinstance(leaf, Ref) else leaf
-
-
-def _needed(graph: Graph) -> set[str]:
-    """Return the nodes that the outputs and the updated buffers depend on."""
-    found: set[str] = set()
-    waiting = [value.node for value in graph.kept]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += [value.node for value in graph.nodes[name].inputs]
-    return found

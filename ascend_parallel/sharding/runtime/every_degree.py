@@ -8,7 +8,6 @@ cut matmuls have to come from the user: the planner chooses others on another me
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 
 from ascend_parallel.ops.registry import DegreeError
@@ -20,7 +19,6 @@ from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, REDUCE_SCATT
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import draws
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
 
 # Sums of which one rank has a row, and the others zeros, are exact.
 EXACT = ("aten.embedding.default",)
@@ -48,9 +46,7 @@ def refuse_sums_without_tree(plan: ShardingPlan, settings: Settings) -> None:
 
 def _sums(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
     """Yield every sum over ranks that runs outside of kernels."""
-    runs = replace(
-        plan, layouts=schedule.layouts, inputs=schedule.inputs, shared_layouts=schedule.shared_layouts
-    )  # as the kernels leave them
+    runs = schedule.applied_to(plan)
     for conversion in runs.conversions:
         source = plan.graph.nodes[conversion.value.node]
         reader = conversion.reader.split(", ")[0] or source.name
@@ -73,15 +69,16 @@ def _summed_dims(plan: ShardingPlan, redistribution: Redistribution | None) -> I
 def _operators(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
     """Yield operators of which a rank computes other bits than one rank alone."""
     for dim in range(plan.mesh.ndim):
-        for node in plan.graph.nodes.values():
-            if node.kind == CALL and (reason := _reason(plan, schedule, node, dim)):
+        for node in plan.graph.of_kind(CALL):
+            if reason := _reason(plan, schedule, node, dim):
                 yield node.name, dim, reason
 
 
 def _reason(plan: ShardingPlan, schedule: Schedule, node: Node, dim: int) -> str:
     call = node.call
     assert call is not None
-    kernel = next(_kernels(schedule, node, dim), None)
+    kernels = (each for each in schedule.kernels.values() if node.name in each.nodes and each.mesh_dim == dim)
+    kernel = next(kernels, None)
     if kernel is not None and kernel.row_dim is not None:
         return "the gradients of what acts on the ranks' rows have no tree: sequence parallelism is not covered"
     if kernel is not None:
@@ -93,7 +90,7 @@ def _reason(plan: ShardingPlan, schedule: Schedule, node: Node, dim: int) -> str
         for layout, dims in zip((*reads, *writes), shapes, strict=True)
         if layout[dim].kind == "shard"
     ]
-    matmul, operator = matmul_of(call), call.name.split(".")[1]
+    matmul, operator = matmul_of(call), call.operator
     if plan.mesh.shape[dim] == 1:  # the other dimensions' parts are whole
         is_cut = matmul is not None and reads[matmul.weight][dim].kind == "shard"
         return "it is cut, and neither a column nor a row layer" if is_cut else ""
@@ -102,10 +99,3 @@ def _reason(plan: ShardingPlan, schedule: Schedule, node: Node, dim: int) -> str
     if any(cut >= -2 for cut in cuts) and any(operator.endswith(each) for each in MATRICES):
         return "it is cut, and neither a column nor a row layer"
     return "ranks draw masks of their own parts" if cuts and draws(call) else ""
-
-
-def _kernels(schedule: Schedule, node: Node, dim: int) -> Iterator[ColumnKernel | RowKernel]:
-    for kernel in schedule.kernels.values():
-        assert isinstance(kernel, ColumnKernel | RowKernel)
-        if node.name in kernel.nodes and kernel.mesh_dim == dim:
-            yield kernel

@@ -12,7 +12,7 @@ free          drops tensors after their last reader
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -76,6 +76,11 @@ class Instruction(ABC):
     @abstractmethod
     def run(self, registers: Registers, step: Step) -> None:
         """Run on this rank."""
+
+    def write(self, registers: Registers, results: Iterable[Any]) -> None:
+        """Fill the registers that the instruction writes."""
+        for register, result in zip(self.writes, results, strict=True):
+            registers[register] = result
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,7 @@ class Start(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Start the collective."""
-        ends = start([registers[register] for register in self.reads], self.redistributions)
-        for register, end in zip(self.writes, ends, strict=True):
-            registers[register] = end
+        self.write(registers, start([registers[register] for register in self.reads], self.redistributions))
 
 
 @dataclass(frozen=True)

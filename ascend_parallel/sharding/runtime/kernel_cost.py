@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ascend_parallel.sharding.layout import PARTIAL_GRAD
-from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts, LocalMatmul, local_matmul, with_placement
+from ascend_parallel.sharding.layout import PARTIAL_GRAD, with_placement
+from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts, LocalMatmul, local_matmul
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
@@ -37,7 +37,7 @@ def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
     if plan.overlap is None:
         return ExposedCollectives(plan, {})
     schedule, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
-    rest = replace(plan, layouts=schedule.layouts, inputs=schedule.inputs, shared_layouts=schedule.shared_layouts)
+    rest = schedule.applied_to(plan)
     return ExposedCollectives(rest, {name: _exposed(kernel, rest, costs) for name, kernel in schedule.kernels.items()})
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ascend_parallel.sharding.graph import Node
-from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds
+from ascend_parallel.sharding.graph import Node, in_place_of, named_tensors
+from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, bounds, text
 from ascend_parallel.sharding.tensor_shard import TensorShard
 
 
@@ -63,7 +63,7 @@ def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def check_model(model: torch.nn.Module, nodes: Sequence[Node]) -> None:
     """Raise `ValueError` if a tensor differs from the traced tensor, or a parameter has a hook that would be lost."""
     _refuse_hooks(model)
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    held = named_tensors(model, all_names=True)
     for node in nodes:
         (meta,), tensor = node.outputs, held.get(node.source)
         if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (meta.shape, meta.dtype):
@@ -112,7 +112,7 @@ def hold(
                 continue
             layout = layout_of.get(whole, (REPLICATE,) * len(mesh_shape))
             if whole not in held:
-                held[whole] = _held(whole, local_slice(whole, layout, mesh_shape, coordinate))
+                held[whole] = in_place_of(whole, local_slice(whole, layout, mesh_shape, coordinate))
             found[f"{path}.{name}" if path else name] = ParameterLayout(tuple(whole.shape), layout)
             _register(_nested(target, path), name, held[whole], name not in module._non_persistent_buffers_set)
     return found
@@ -120,24 +120,15 @@ def hold(
 
 def by_tensor(model: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[torch.Tensor, Layout]:
     """Return the layout of each tensor, for layouts by name; raises `ValueError` as `hold`."""
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    named = named_tensors(model, all_names=True)
     found: dict[torch.Tensor, Layout] = {}
     for name, layout in layouts.items():
         if name not in named:
             raise ValueError(f"the plan lays out {name!r}, which the model lacks: trace and plan the same model")
         if found.setdefault(named[name], layout) != layout:
-            mine, tied = (" ".join(map(str, each)) for each in (layout, found[named[name]]))
+            mine, tied = map(text, (layout, found[named[name]]))
             raise ValueError(f"{name} is tied to a tensor laid out {tied}, and is itself laid out {mine}")
     return found
-
-
-def _held(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if isinstance(whole, torch.nn.Parameter):
-        return torch.nn.Parameter(local, requires_grad=whole.requires_grad)
-    return local
 
 
 def _nested(target: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -10,11 +10,19 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
-from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, Layout, Placement, local_shape
+from ascend_parallel.sharding.layout import (
+    PARTIAL_GRAD,
+    REPLICATE,
+    SUM,
+    Layout,
+    Placement,
+    largest_local_shape,
+    with_placement,
+)
 from ascend_parallel.sharding.planner.overlapped_matmul import (
     Matmul,
     column_group,
@@ -23,7 +31,6 @@ from ascend_parallel.sharding.planner.overlapped_matmul import (
     reads_columns,
     row_obstacle,
     sums_rows,
-    with_placement,
 )
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
@@ -58,6 +65,15 @@ class Schedule:
     kernels: Mapping[str, ColumnKernel | RowKernel] = field(default_factory=dict)
     fused: tuple[Fusion, ...] = ()
 
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> Schedule:
+        """Return the schedule of a plan without kernels."""
+        return cls(plan.layouts, plan.inputs, plan.shared_layouts)
+
+    def applied_to(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return the plan with the redistributions alone that no kernel runs."""
+        return replace(plan, layouts=self.layouts, inputs=self.inputs, shared_layouts=self.shared_layouts)
+
     def units(self, graph: Graph) -> Iterator[tuple[str, ...]]:
         """Yield the nodes in the order in which they run; the nodes of a kernel run together, at the first of them."""
         done: set[str] = set()
@@ -80,7 +96,7 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
-        if node.kind == CALL and node.call is not None and (found := matmul_of(node.call)) is not None
+        if node.call is not None and (found := matmul_of(node.call)) is not None
     ]
     # For the same bits at every degree, one rank multiplies in the same blocks.
     dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or settings.at_every_degree]
@@ -235,8 +251,7 @@ class _ScheduleBuilder:
 
     def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
-        mesh_shape = tuple(self._mesh.shape)
-        before = local_shape(shape, layout, mesh_shape, [0] * len(mesh_shape))[: rows.dim]
+        before = largest_local_shape(shape, layout, self._mesh.shape)[: rows.dim]
         return f", transposed for {rows}" if any(size != 1 for size in before) else ""
 
     def _set_input(self, name: str, index: int, mesh_dim: int, placement: Placement) -> None:

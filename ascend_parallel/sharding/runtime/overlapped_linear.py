@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,24 +20,9 @@ from ascend_parallel.sharding.runtime.regather import note_joined
 Tensors = Sequence[torch.Tensor]
 
 
-class Kernel(Protocol):
-    """Runs one or several nodes together, at the position of the first."""
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The names of the nodes."""
-
-    @property
-    def communicates(self) -> bool:
-        """Whether the forward communicates. The backward always does."""
-
-    def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return the output of each node, for the inputs of each node; `forward_wrapper` as for `column_linear`."""
-
-
 @dataclass(frozen=True)
-class _Overlapped:
-    """The common fields of both kernels.
+class Kernel(ABC):
+    """Runs the matmuls of one or several nodes together, at the position of the first.
 
     mesh_dim
         The mesh dimension whose collective overlaps with the matmul.
@@ -61,7 +47,16 @@ class _Overlapped:
             group=group, settings=self.settings, sequence_parallel=self.row_dim is not None, leaves_rows=rows
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Overlapped:
+    @property
+    def communicates(self) -> bool:
+        """Whether the forward communicates. The backward always does."""
+        return True
+
+    @abstractmethod
+    def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
+        """Return the output of each node, for the inputs of each node; `forward_wrapper` as for `column_linear`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kernel:
         """Return the same kernel for a copy of its module: it never changes, and a process group has no copy."""
         return self
 
@@ -82,7 +77,7 @@ class _Overlapped:
         return function(x.movedim(self.row_dim, 0), *operands, layer).movedim(0, self.row_dim)
 
 
-class ColumnKernel(_Overlapped):
+class ColumnKernel(Kernel):
     """Linear layers of the same input, with weights sharded along N, as one matmul.
 
     Without `row_dim` x is replicated, and the all-reduce of its gradient overlaps with the weight gradient. With
@@ -95,48 +90,24 @@ class ColumnKernel(_Overlapped):
         return self.row_dim is not None
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return ``y_shard_n [..., N / R]`` of each node."""
-        x, weight, bias = self.operands(inputs)
-        sizes = self._sizes(inputs)
-        y = self._call(run_column, x, weight, bias, forward_wrapper=forward_wrapper, parts=sizes)
-        return self.parts(y, inputs)
-
-    def operands(self, inputs: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return x [..., K], and the weights [N / R, K] and biases [N / R] of all nodes as one."""
+        """Return ``y_shard_n [..., N / R]`` of each node, for x [..., K], weights [N / R, K] and biases [N / R]."""
         pairs = list(zip(self.matmuls, inputs, strict=True))
+        weights = [_weight(matmul, tensors) for matmul, tensors in pairs]
         biases = [tensors[matmul.bias] for matmul, tensors in pairs if matmul.bias is not None]
-        weight = _joined([_weight(matmul, tensors) for matmul, tensors in pairs])
-        return inputs[0][self.matmuls[0].x], weight, _joined(biases) if biases else None
-
-    def parts(self, y: torch.Tensor, inputs: Sequence[Tensors]) -> list[torch.Tensor]:
-        """Return the output of each node, for the output of all as one."""
-        sizes = self._sizes(inputs)
+        sizes = tuple(weight.shape[0] for weight in weights) if len(weights) > 1 else ()
+        x, bias = inputs[0][self.matmuls[0].x], _joined(biases) if biases else None
+        y = self._call(run_column, x, _joined(weights), bias, forward_wrapper=forward_wrapper, parts=sizes)
         return list(torch.split_with_sizes(y, sizes, dim=-1)) if sizes else [y]
 
-    def _sizes(self, inputs: Sequence[Tensors]) -> tuple[int, ...]:
-        """Return the features N / R of each of several nodes; of one node none."""
-        pairs = zip(self.matmuls, inputs, strict=True)
-        return tuple(_weight(matmul, tensors).shape[0] for matmul, tensors in pairs) if len(self.matmuls) > 1 else ()
 
-
-class RowKernel(_Overlapped):
+class RowKernel(Kernel):
     """A linear layer with its weight sharded along K: the sum over ranks, or with `row_dim` this rank's rows of it."""
 
-    @property
-    def communicates(self) -> bool:
-        """Always True."""
-        return True
-
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
-        """Return ``y [..., N]`` of the node, with its bias added."""
-        x, weight, bias = self.operands(inputs)
-        y = self._call(run_row, x, weight, forward_wrapper=forward_wrapper)
-        return [y if bias is None else y + bias]
-
-    def operands(self, inputs: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return x [..., K / R], the weight [N, K / R] and the bias [N] or None."""
+        """Return ``y [..., N]`` of the node with its bias [N] added, for x [..., K / R] and the weight [N, K / R]."""
         (tensors,), (matmul,) = inputs, self.matmuls
-        return tensors[matmul.x], _weight(matmul, tensors), None if matmul.bias is None else tensors[matmul.bias]
+        y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
+        return [y if matmul.bias is None else y + tensors[matmul.bias]]
 
 
 def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:

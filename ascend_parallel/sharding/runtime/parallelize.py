@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
-from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value
+from ascend_parallel.sharding.graph import BUFFER, PARAMETER, TENSOR, Value, in_place_of
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.batch_norms import has_local_batch_norms
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_forward import EagerForward
-from ascend_parallel.sharding.runtime.eager_state import EagerState, nodes_of
+from ascend_parallel.sharding.runtime.eager_state import EagerState
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.local_parameters import by_tensor, check_model, local_slice
 
@@ -32,12 +32,20 @@ class _EagerMixin:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, global on every rank, for global inputs (or local, with `local_inputs`)."""
         state: EagerState = vars(self)[STATE]
-        return _run(state, self, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+        tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
+        run = EagerForward(state, self)  # type: ignore[arg-type]
+        args, kwargs = _arranged(state.plan, run.inputs(tensors))
+        # code that asks whether it is traced, as the masks of transformers do, takes the branch that was traced
+        with _compiling_state_context(), run:
+            returned = super().forward(*args, **kwargs)  # type: ignore[misc]
+        outputs = run.outputs(returned)
+        run.store_updates()
+        return outputs
 
 
 def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]) -> None:
     """Replace parameters and buffers by DTensors. Tied tensors stay tied; tensors without a layout are replicated."""
-    nodes = nodes_of(plan, PARAMETER, BUFFER)
+    nodes = plan.graph.of_kind(PARAMETER, BUFFER)
     check_model(model, nodes)
     layouts = by_tensor(model, {node.source: plan.layouts[Value(node.name)] for node in nodes})
     dtensors: dict[torch.Tensor, torch.Tensor] = {}
@@ -48,8 +56,7 @@ def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]
             local = local_slice(tensor, layout, plan.mesh.shape, coordinate)
             placements = [placement.placement for placement in layout]
             dtensor = DTensor.from_local(local, plan.mesh.device_mesh(), placements, run_check=False)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            dtensors[tensor] = torch.nn.Parameter(dtensor, tensor.requires_grad) if is_parameter else dtensor
+            dtensors[tensor] = in_place_of(tensor, dtensor)
         return dtensors[tensor]
 
     for module in model.modules():
@@ -64,25 +71,6 @@ def collective_counts(model: torch.nn.Module) -> Counter[CollectiveEvent]:
         raise ValueError(f"{type(model).__name__} is not an eager model: call parallelize(model, plan) before")
     state: EagerState = vars(model)[STATE]
     return state.collective_counts
-
-
-def _run(
-    state: EagerState,
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Return the forward's outputs, global on every rank."""
-    tensors = input_tensors(state.plan, state.coordinate if state.local_inputs else None, args, kwargs)
-    run = EagerForward(state, model)
-    args, kwargs = _arranged(state.plan, run.inputs(tensors))
-    # code that asks whether it is traced, as the masks of transformers do, takes the branch that was traced
-    with _compiling_state_context(), run:
-        returned = forward(*args, **kwargs)
-    outputs = run.outputs(returned)
-    run.store_updates()
-    return outputs
 
 
 def _arranged(plan: ShardingPlan, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -64,7 +64,7 @@ def manual_seed(module: torch.nn.Module, seed: int) -> None:
 @contextmanager
 def kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Restore the state of the modules' random operators on exit."""
-    found = [randomness for randomness in map(randomness_of, modules) if randomness is not None]
+    found = _all_of(modules)
     before = [(randomness.seed, randomness.forwards) for randomness in found]
     try:
         yield
@@ -75,13 +75,16 @@ def kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def plain_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any] | None:
     """Return the state of the random operators, the same on all ranks; None if `parallelize` made no module."""
-    found = next((randomness for randomness in map(randomness_of, modules) if randomness is not None), None)
-    return None if found is None else {"seed": found.seed, "forwards": found.forwards}
+    found = _all_of(modules)
+    return {"seed": found[0].seed, "forwards": found[0].forwards} if found else None
 
 
 def load_plain_state(modules: Sequence[torch.nn.Module], state: dict[str, Any] | None) -> None:
     """Restore a `plain_state`; None, from a checkpoint without a state, changes nothing."""
-    for module in modules if state is not None else ():
-        randomness = randomness_of(module)
-        if randomness is not None and state is not None:
+    if state is not None:
+        for randomness in _all_of(modules):
             randomness.restart(state["seed"], state["forwards"])
+
+
+def _all_of(modules: Sequence[torch.nn.Module]) -> list[Randomness]:
+    return [randomness for randomness in map(randomness_of, modules) if randomness is not None]

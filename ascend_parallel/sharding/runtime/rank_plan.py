@@ -94,9 +94,8 @@ def plan_for_rank(
 
     Raises as `checkpointed_blocks`.
     """
-    schedule, summed = Schedule(plan.layouts, plan.inputs, plan.shared_layouts), tuple[SummedGradient, ...]()
-    if overlap is not None:
-        schedule = fuse(plan, overlap)
+    schedule = Schedule.of(plan) if overlap is None else fuse(plan, overlap)
+    summed: tuple[SummedGradient, ...] = ()
     if bucket_bytes:
         schedule, summed = with_partial_grads(schedule, plan)
     found = checkpointed_blocks(plan, schedule, recompute or Recompute(), part=part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -71,10 +71,13 @@ class Recompute:
 def check_recompute(graph: Graph, recompute: Recompute) -> None:
     """Raise `StrategyError` for a pattern that names nothing, and for an operator in `keep` that cannot be kept."""
     recomputed: set[str] = set()
+    around = {node.name: prefixes(node.module) for node in graph.of_kind(CALL)}
     for pattern in recompute.modules:
-        found = {node.name for node in named_nodes(graph, pattern)} if ":" in pattern else set(nodes_of(graph, pattern))
+        found = {name for name, paths in around.items() if any(path_matches(path, pattern) for path in paths)}
+        if ":" in pattern:
+            found = {node.name for node in named_nodes(graph, pattern)}
         if not found:
-            paths = sorted({path for node in calls(graph) for path in prefixes(node.module)} - {""})
+            paths = sorted({path for paths in around.values() for path in paths} - {""})
             near = [path for path in paths if path.split(".")[0] == pattern.split(".")[0]] or paths
             raise StrategyError(f"recompute.modules: {pattern!r} names no module; there are {', '.join(near[:6])}")
         recomputed |= found
@@ -89,22 +92,9 @@ def check_recompute(graph: Graph, recompute: Recompute) -> None:
                 )
 
 
-def calls(graph: Graph) -> Iterable[Node]:
-    """Return the nodes that are operators, in the order of the graph."""
-    return (node for node in graph.nodes.values() if node.kind == CALL)
-
-
 def prefixes(path: str) -> list[str]:
     """Return the paths of the modules around a module, from the outermost, "", to its own."""
     return ["", *accumulate(path.split("."), lambda before, part: f"{before}.{part}")] if path else [""]
-
-
-def nodes_of(graph: Graph, pattern: str) -> Mapping[str, Node]:
-    """Return the operators that a pattern of `Recompute.modules` names."""
-    if ":" in pattern:
-        return {node.name: node for node in found_nodes(graph, pattern) if node.kind == CALL}
-    found = (node for node in calls(graph) if any(path_matches(path, pattern) for path in prefixes(node.module)))
-    return {node.name: node for node in found}
 
 
 def found_nodes(graph: Graph, pattern: str) -> list[Node]:

@@ -35,8 +35,7 @@ class Segment(Instruction):
         if autocast not in self._compiled:
             traced = make_fx(self._body, tracing_mode="fake")(*(tensor.detach() for tensor in inputs))
             self._compiled[autocast] = torch.compile(traced, dynamic=False)
-        for register, output in zip(self.writes, self._compiled[autocast](*inputs), strict=True):
-            registers[register] = output
+        self.write(registers, self._compiled[autocast](*inputs))
 
     @cached_property
     def _compiled(self) -> dict[torch.dtype | None, Callable[..., Any]]:

@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.bucketing import BUCKET_BYTES
-from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, PARAMETER, Graph, Node, OpCall, Value
+from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
@@ -120,9 +119,7 @@ class ShardedModule(torch.nn.Module):
             refuse_sums_without_tree(plan, settings)  # the ranks have the same plan and settings: all refuse alike
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
-        coordinate = plan.mesh.coordinate(dist.get_rank())
-        if coordinate is None:
-            raise ValueError(f"rank {dist.get_rank()} is not in {plan.mesh}, so it has no part of the model")
+        coordinate = plan.mesh.own_coordinate()
         self.plan, self.training = plan, plan.graph.training
         self.evaluation: Graph | None = None
         self.coordinate, self.local_inputs = coordinate, local_inputs
@@ -149,11 +146,11 @@ class ShardedModule(torch.nn.Module):
         plan, returned = self.plan, self.plan.graph.kept
         # torch.export reads a tied tensor under one of its names and lists the other names as unread.
         read = {value.node for value, readers in plan.graph.readers().items() if readers or value in returned}
-        nodes = [node for node in self._nodes(PARAMETER, BUFFER) if node.name in read]
+        nodes = [node for node in plan.graph.of_kind(PARAMETER, BUFFER) if node.name in read]
         check_model(model, nodes)
         layouts = {node.source: plan.layouts[Value(node.name)] for node in nodes}
         self.held = hold(self, model, layouts, plan.mesh.shape, self.coordinate, rest=rest)
-        for node in self._nodes(CONSTANT):
+        for node in plan.graph.of_kind(CONSTANT):
             layout = plan.layouts[Value(node.name)]
             local = local_slice(plan.graph.constants[node.source], layout, plan.mesh.shape, self.coordinate)
             self.register_buffer(node.name, local, persistent=False)
@@ -223,7 +220,7 @@ class ShardedModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set the mode; raises `ValueError` if an operator depends on the mode and the other mode was traced."""
-        calls = (node.call for node in self._nodes(CALL) if node.call is not None)
+        calls = (node.call for node in self.plan.graph.nodes.values() if node.call is not None)
         other = mode != self.plan.graph.training and (mode or self.evaluation is None)
         if other and any(map(is_modal, calls)):
             traced = "training" if self.plan.graph.training else "evaluation"
@@ -280,9 +277,6 @@ class ShardedModule(torch.nn.Module):
         replicated = (REPLICATE,) * mesh.ndim
         return convert(local.detach(), held.shape, mesh, held.layout, replicated, self.plan.costs).clone()
 
-    def _nodes(self, *kinds: str) -> Iterator[Node]:
-        return (node for node in self.plan.graph.nodes.values() if node.kind in kinds)
-
 
 def _check_options(
     model: torch.nn.Module,
@@ -298,19 +292,16 @@ def _check_options(
         raise ValueError(f"bucket_bytes={bucket_bytes}: give 0 or more")
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings={settings!r}: give ascend_parallel.Settings, or None for the current settings")
-    _check_group(plan.mesh, group)
+    if group is not None:
+        ranks, mesh = sorted(dist.get_process_group_ranks(group)), plan.mesh
+        if ranks != sorted(mesh.process_ids):
+            raise ValueError(f"group has the ranks {ranks}, and {mesh} has others: give a group of the mesh's ranks")
+        if not mesh.has_groups:
+            raise RuntimeError(
+                f"{mesh} has no process groups: every rank of the job must call its device_mesh() before"
+            )
     if plan.graph.only_in_python:
         raise ValueError(
             f"the forward of {type(model).__name__} {plan.graph.only_in_python}, which a graph leaves out: remove "
             "this from the forward, or use parallelize(), which runs the model's own Python"
         )
-
-
-def _check_group(mesh: ProcessMesh, group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        return
-    ranks = sorted(dist.get_process_group_ranks(group))
-    if ranks != sorted(mesh.process_ids):
-        raise ValueError(f"group has the ranks {ranks}, and {mesh} has others: give a group of the mesh's ranks")
-    if not mesh.has_groups:
-        raise RuntimeError(f"{mesh} has no process groups: every rank of the job must call its device_mesh() before")

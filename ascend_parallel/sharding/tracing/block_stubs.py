@@ -40,10 +40,11 @@ from ascend_parallel.sharding.graph import (
     Ref,
     UntracedTensor,
     Value,
+    named_tensors,
 )
 from ascend_parallel.sharding.tracing.function_calls import RecordedCall, Recording, origin_of
 from ascend_parallel.sharding.tracing.functionalize import BATCH_NORM
-from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, blocks_of, replaced_forward, tensors_of
+from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes, blocks_of, replaced_forward, tensors_in
 
 MADE, GIVEN = "made", "given"
 ORIGINS = (ParameterRef, Ref, UntracedTensor)
@@ -166,7 +167,7 @@ class Stubs:
         self._bodies.clear()
         self._stubs.clear()
         with torch._C.DisableTorchFunction():
-            tensors = (*tensors_of(model).values(), *_tensors_in((args, kwargs)))
+            tensors = (*named_tensors(model).values(), *tensors_in((args, kwargs)))
             nodes = {id(tensor): _node(tensor) for tensor in tensors}
             origins = self._recording.origins
             self._placeholders = {node.name: origins[key] for key, node in nodes.items() if node is not None}
@@ -200,7 +201,7 @@ class Stubs:
         return returned
 
     def _given(self, block: torch.nn.Module, arguments: Any) -> _Given | None:
-        tensors = (*tensors_of(block).values(), *_tensors_in(arguments))
+        tensors = (*named_tensors(block).values(), *tensors_in(arguments))
         nodes = list(map(_node, tensors))
         names = tuple(node.name for node in nodes if node is not None)
         if len(names) < len(tensors):
@@ -459,10 +460,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _leaf(leaf: tuple[str, Any], made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
     kind, what = leaf
     return {MADE: made, GIVEN: given}[kind][what] if kind != CONSTANT else what
-
-
-def _tensors_in(arguments: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _tracer() -> Any:

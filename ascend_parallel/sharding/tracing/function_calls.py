@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import takewhile
 from typing import Any
 
@@ -29,6 +28,8 @@ from ascend_parallel.sharding.graph import (
     Ref,
     UntracedTensor,
     Value,
+    first_names,
+    named_tensors,
 )
 from ascend_parallel.sharding.tracing.functionalize import is_in_place
 from ascend_parallel.sharding.tracing.grad_mode_scopes import (
@@ -39,6 +40,7 @@ from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     without_gradient,
 )
 from ascend_parallel.sharding.tracing.model_files import calling_line
+from ascend_parallel.sharding.tracing.same_blocks import replaced_forward, tensors_in
 
 _PROPERTIES = """shape ndim dtype device layout requires_grad is_leaf grad_fn itemsize nbytes is_cpu is_cuda is_meta
     is_sparse is_quantized is_nested is_mkldnn"""
@@ -94,30 +96,22 @@ class Recording:
     @contextmanager
     def noting(self, model: torch.nn.Module) -> Iterator[None]:
         """Record the calls of the model's forward inside the context; of several forwards those of the last."""
-        forward, own = model.forward, "forward" in vars(model)
         first = first_names(model)
 
-        @wraps(forward)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def record(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.calls.clear()
             self.refused = ""
-            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            named = named_tensors(model, all_names=True).items()
             origins = self.origins = {id(tensor): ParameterRef(first[name]) for name, tensor in named}
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors)}
+            origins |= {id(tensor): Ref(place) for place, tensor in enumerate(tensors_in((args, kwargs)))}
             with autocast_switched_off(), _CallRecorder(self, origins):
                 returned = forward(*args, **kwargs)
             for leaf in pytree.tree_leaves(returned):
                 _check_gradient(leaf)
             return returned
 
-        model.forward = recorded
-        try:
+        with replaced_forward(model, record):
             yield
-        finally:
-            model.forward = forward
-            if not own:
-                del model.forward
 
     def refuse(self, reason: str) -> None:
         """Keep the first reason why an eager run cannot follow the calls."""
@@ -212,7 +206,6 @@ def _check_gradient(leaf: Any) -> None:
 
 
 def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """Return the tracer's node that produced a tensor, or None."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     node: torch.fx.Node | None = None if slot is None else slot.proxy.node
@@ -220,7 +213,6 @@ def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def _latest_node() -> torch.fx.Node | None:
-    """Return the node that was traced last."""
     mode = get_proxy_mode()
     # With torch 2.11 what `reversed` returns can be iterated, and is no iterator itself.
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
@@ -254,7 +246,7 @@ def calls_of(
         return now.get(leaf.name, leaf) if isinstance(leaf, UntracedTensor) else leaf
 
     calls: list[FunctionCall] = []
-    rest = [node for node in graph.nodes.values() if node.kind == CALL]
+    rest = graph.of_kind(CALL)
     places = {node.name: place for place, node in enumerate(rest)}
     done = 0
     for count, entry in enumerate(recording.calls, start=1):
@@ -304,13 +296,6 @@ def _missing(call: FunctionCall, graph: Graph) -> str:
                 return value.node
         available |= set(node.values)
     return ""
-
-
-def first_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name: first name of the same tensor} for all names of parameters and buffers."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def name_of(function: Callable[..., Any]) -> str:

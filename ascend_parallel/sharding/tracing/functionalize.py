@@ -110,7 +110,7 @@ class _Aliases:
         for node in program.graph.nodes:
             if node.target is not operator.getitem and node not in self._dead:
                 leaves = pytree.tree_leaves(node.meta.get("val"))
-                for key in dict.fromkeys(_memory(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                for key in dict.fromkeys(memory_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
                     self._sharing[key].append(node)
 
     def out_of_place(self, node: torch.fx.Node) -> FunctionalOp | None:
@@ -133,7 +133,7 @@ class _Aliases:
         x, weight, bias, mean, variance, training, momentum, eps, _ = node.args
         for statistic in (mean, variance):
             assert isinstance(statistic, torch.fx.Node)
-            alone = self._sharing[_memory(statistic.meta["val"])] == [statistic]
+            alone = self._sharing[memory_of(statistic.meta["val"])] == [statistic]
             if statistic.name not in self._buffers or not alone or self._read_after(statistic, node):
                 return None
         args = (x, weight, bias, mean, variance, training, momentum, eps)
@@ -143,7 +143,7 @@ class _Aliases:
         return FunctionalOp(FUNCTIONAL_BATCH_NORM, args, {}, value, updates)
 
     def _memory_of(self, node: torch.fx.Node) -> list[torch.fx.Node]:
-        return self._sharing[_memory(node.meta["val"])]
+        return self._sharing[memory_of(node.meta["val"])]
 
     def _writes(self, sharing: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, tuple[View, ...]] | None:
         """Return each write to a memory with the views through which it writes; None if other views may be read later.
@@ -183,7 +183,6 @@ class _Aliases:
         return all(_never_aliases(user) or (is_in_place(user) and user.args[0] is not node) for user in others)
 
     def _read_after(self, value: torch.fx.Node, node: torch.fx.Node) -> bool:
-        """Tell whether a node after `node` reads `value`."""
         return any(self._order[user] > self._order[node] for user in value.users if user not in self._dead)
 
 
@@ -218,9 +217,9 @@ def _is_view(node: torch.fx.Node) -> bool:
 
 
 def _is_vmap(node: torch.fx.Node) -> bool:
-    """Tell whether a node enters or leaves a torch.vmap."""
     return getattr(node.target, "__module__", "").startswith("torch._functorch")
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what tensors have in common that share memory; fake tensors have no address."""
     return int(tensor.untyped_storage()._cdata)

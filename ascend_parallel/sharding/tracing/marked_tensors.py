@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
-from ascend_parallel.sharding.graph import Placed
+from ascend_parallel.sharding.graph import Placed, in_place_of, named_tensors
 from ascend_parallel.sharding.tracing.strategy_marks import marking
 
 ATTRIBUTE = "_ascend_parallel_placements"
@@ -47,25 +47,12 @@ def placements_of(model: torch.nn.Module) -> dict[str, Placed]:
     Also those that `keep_placements` left on a model of plain tensors.
     """
     found: dict[str, Placed] = dict(vars(model).get(ATTRIBUTE) or {})
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model, all_names=True).items():
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(f"d{dim}" for dim in range(mesh.ndim))
             found[name] = Placed(tuple(zip(names, mesh.mesh.shape, strict=True)), tuple(tensor.placements))
     return found
-
-
-def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, by each name of a tied parameter or buffer, its other names."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-    several = [tied for tied in names.values() if len(tied) > 1]
-    return {name: tuple(other for other in tied if other != name) for tied in several for name in tied}
 
 
 def keep_placements(model: torch.nn.Module, placements: Mapping[str, Placed]) -> None:
@@ -78,9 +65,7 @@ def plain_copy(model: torch.nn.Module, whole: Callable[[DTensor], torch.Tensor])
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, DTensor):
-            plain = whole(tensor)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = torch.nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
+            memo[id(tensor)] = in_place_of(tensor, whole(tensor))
     placements = placements_of(model)
     copied = copy.deepcopy(model, memo)
     keep_placements(copied, placements)

@@ -19,14 +19,14 @@ SITE = str(Path(torch.__file__).parent.parent)
 
 @cache
 def is_model_file(name: str) -> bool:
-    """Tell whether a source file holds a model's code: it is not of torch or of Python's own library."""
-    return not (name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE)))
+    """Tell whether a source file holds a model's code, not torch's, Python's or that of this package's tracing."""
+    is_library = name.startswith(LIBRARIES) and (name.startswith(LIBRARIES[0]) or not name.startswith(SITE))
+    return not is_library and not name.startswith(OWN)
 
 
 def is_model_frame(frame: FrameType) -> bool:
-    """Tell whether a frame runs a model's code, not torch's, Python's or that of this package's tracing."""
-    name = frame.f_code.co_filename
-    return is_model_file(name) and not name.startswith(OWN)
+    """Tell whether a frame runs a model's code."""
+    return is_model_file(frame.f_code.co_filename)
 
 
 def calling_line(above: int = 1) -> str:

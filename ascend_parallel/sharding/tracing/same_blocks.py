@@ -20,6 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.sharding.graph import named_tensors
+from ascend_parallel.sharding.tracing.functionalize import memory_of
 from ascend_parallel.sharding.tracing.model_files import is_of_fake_tensors
 from ascend_parallel.sharding.tracing.strategy_marks import noting_marks
 
@@ -80,7 +82,7 @@ class ForwardNotes(TorchFunctionMode):
         self._scopes, self._left, self._alive = [_Scope("")], {}, []
         self._blocks.clear()
         with torch._C.DisableTorchFunction():
-            self._label_all((*tensors_of(model).items(), *enumerate(pytree.tree_leaves((args, kwargs)))))
+            self._label_all((*named_tensors(model).items(), *enumerate(pytree.tree_leaves((args, kwargs)))))
         with self, noting_marks(self._note):
             returned = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -97,7 +99,7 @@ class ForwardNotes(TorchFunctionMode):
         modules = dict(model.named_modules(remove_duplicate=False))
         if len(set(map(id, modules.values()))) < len(modules):
             return {}
-        uses = Counter(map(id, tensors_of(model, all_names=True).values()))
+        uses = Counter(map(id, named_tensors(model, all_names=True).values()))
         same = {path: like for path, like in self.same_blocks().items() if path not in self._open}
         return {path: like for path, like in same.items() if _is_alone(modules[path], uses)}
 
@@ -117,8 +119,7 @@ class ForwardNotes(TorchFunctionMode):
 
     def skip(self, path: str, kind: int, arguments: Any, returned: Any) -> None:
         """Note a block that did not run, but would have done what is noted as `kind`."""
-        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        self._note_block(path, kind, [self._label(leaf) for leaf in leaves], returned)
+        self._note_block(path, kind, [self._label(tensor) for tensor in tensors_in(arguments)], returned)
 
     def kind_of(self, path: str) -> int:
         """Return what a block did in its only call."""
@@ -139,7 +140,7 @@ class ForwardNotes(TorchFunctionMode):
         return returned
 
     def _note_call(self, function: Callable[..., Any], args: Any, kwargs: Any, returned: Any) -> None:
-        results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(returned)
         if not results and function.__name__ == "__get__":
             return  # x.shape: an attribute that is no tensor
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -161,14 +162,13 @@ class ForwardNotes(TorchFunctionMode):
         return returned
 
     def _run(self, path: str, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block."""
         if not self._scopes:
             return forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             leaves, spec = pytree.tree_flatten((args, kwargs))
             given = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             labels = [self._label(leaf) for _, leaf in given]
-            own = tensors_of(block)
+            own = named_tensors(block)
             before = _state_of(own, given)
             self._scopes.append(_Scope(path))
             self._label_all((*own.items(), *given))
@@ -176,9 +176,8 @@ class ForwardNotes(TorchFunctionMode):
             self._note((type(block), before[0], tuple(self._label(leaf) for _, leaf in given), spec, modes))
         returned = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-            scope = self._scopes[-1]
-            if _state_of(tensors_of(block), given) != before or not results or self._shares(results, own, given):
+            results, scope = tensors_in(returned), self._scopes[-1]
+            if _state_of(named_tensors(block), given) != before or not results or self._shares(results, own, given):
                 scope.is_closed = False
             kind = self._close(returned)
             self._blocks[path].append(kind)
@@ -189,8 +188,7 @@ class ForwardNotes(TorchFunctionMode):
         return returned
 
     def _note_block(self, path: str, kind: int, labels: Sequence[Any], returned: Any) -> None:
-        results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-        made = self._label_made(results)
+        made = self._label_made(tensors_in(returned))
         self._note((path.removeprefix(self._scopes[-1].path), kind, tuple(labels), made))
 
     def _close(self, returned: Any) -> int:
@@ -205,8 +203,8 @@ class ForwardNotes(TorchFunctionMode):
         known = [*own.values(), *(leaf for _, leaf in given)]
         ids = set(map(id, known))
         made = {id(result): result for result in results if id(result) not in ids}
-        memories = [_memory(tensor) for tensor in made.values()]
-        return len(set(memories)) < len(memories) or not set(memories).isdisjoint(map(_memory, known))
+        memories = [memory_of(tensor) for tensor in made.values()]
+        return len(set(memories)) < len(memories) or not set(memories).isdisjoint(map(memory_of, known))
 
     def _label_all(self, tensors: Sequence[tuple[Any, Any]]) -> None:
         for label, tensor in tensors:
@@ -270,7 +268,7 @@ def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _is_alone(block: torch.nn.Module, uses: Mapping[int, int]) -> bool:
-    own = Counter(map(id, tensors_of(block, all_names=True).values()))
+    own = Counter(map(id, named_tensors(block, all_names=True).values()))
     return all(uses[tensor] == count for tensor, count in own.items())
 
 
@@ -289,10 +287,9 @@ def replaced_forward(module: torch.nn.Module, run: Callable[..., Any]) -> Iterat
             attributes["forward"] = before
 
 
-def tensors_of(module: torch.nn.Module, all_names: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers by name; tied ones under their first name or all."""
-    named = (module.named_parameters, module.named_buffers)
-    return {name: tensor for own in named for name, tensor in own(remove_duplicate=not all_names)}
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results of any nesting."""
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def _state_of(own: Mapping[str, torch.Tensor], given: Sequence[tuple[int, torch.Tensor]]) -> Any:
@@ -304,7 +301,3 @@ def _state_of(own: Mapping[str, torch.Tensor], given: Sequence[tuple[int, torch.
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

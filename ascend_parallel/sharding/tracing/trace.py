@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
 from typing import Any
@@ -36,6 +35,8 @@ from ascend_parallel.sharding.graph import (
     Value,
     bind,
     collector_paused,
+    first_names,
+    tied_names,
 )
 from ascend_parallel.sharding.tracing.block_stubs import CannotExpandError, Stubs
 from ascend_parallel.sharding.tracing.determinism import (
@@ -44,14 +45,13 @@ from ascend_parallel.sharding.tracing.determinism import (
     checked_forward,
     random_states_kept,
 )
-from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of, first_names
+from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
 from ascend_parallel.sharding.tracing.functionalize import SCATTERS, FunctionalOp, View, functional_ops
-from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors, tied_names
+from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
 from ascend_parallel.sharding.tracing.model_files import is_model_file
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes
 from ascend_parallel.sharding.tracing.strategy_marks import check_marks, mark_of
 
-OWN = str(Path(__file__).parent)
 VALUES = (
     "the value of a tensor decides what runs next (if, while, .item(), .tolist(), a loop over a tensor). A graph runs "
     "the same operators for all values: choose by torch.where or multiply by a mask, or make the number an argument of "
@@ -92,7 +92,7 @@ def reason(error: BaseException) -> str:
 def place_of(node: torch.fx.Node) -> str:
     """Return "file:line: " of the model's line that ran a traced node, or "" if that is unknown."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    places = [f"{file}:{line}: " for file, line in frames if _is_model_file(file)]
+    places = [f"{file}:{line}: " for file, line in frames if is_model_file(file)]
     return places[-1] if places else ""
 
 
@@ -115,12 +115,8 @@ def _place(error: BaseException) -> str:
 
 
 def _innermost(traceback: TracebackType | None) -> str:
-    frames = [frame for frame in extract_tb(traceback) if _is_model_file(frame.filename)]
+    frames = [frame for frame in extract_tb(traceback) if is_model_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_model_file(name: str) -> bool:
-    return is_model_file(name) and not name.startswith(OWN)
 
 
 log = logging.getLogger("ascend_parallel")

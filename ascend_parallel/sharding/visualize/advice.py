@@ -97,7 +97,6 @@ class Advice:
         }
 
     def _principles(self) -> list[str]:
-        """Return lines with what the principles name."""
         lines = ["The published principles name these operators:", *_table(self.named, costs=False)]
         for number, title in TITLES.items():
             patterns = [advised.pattern for advised in self.named if number in advised.principles]
@@ -169,7 +168,7 @@ class _Search:
         self.least, self.proposals, self.tries = step_seconds(automatic, hardware), proposals(automatic), 0
 
     def advice(self) -> Advice:
-        named = tuple(each.advised for each in self.proposals if each.advised.principles)
+        named = tuple(each for each in self.proposals if each.principles)
         unconfigured = self.plan(frozenset())
         alone = self.seconds(unconfigured)
         if alone <= self.least * (1 + EQUAL):
@@ -182,7 +181,7 @@ class _Search:
         plan = self.plan(chosen)
         reached = self.seconds(plan)
         advised = tuple(
-            replace(self.proposals[each].advised, seconds=self.seconds(self.plan(chosen - {each})) - reached)
+            replace(self.proposals[each], seconds=self.seconds(self.plan(chosen - {each})) - reached)
             for each in sorted(chosen)
         )
         return Advice(advised, reached, self.least, alone, plan, named)
@@ -192,7 +191,7 @@ class _Search:
         self.tries += 1
         if self.progress is not None:
             self.progress(f"searching operators to configure: propagation {self.tries}")
-        advised = [self.proposals[each].advised for each in sorted(chosen)]
+        advised = [self.proposals[each] for each in sorted(chosen)]
         strategies = {each.pattern: (each.in_strategy, None) for each in advised}
         return propagate(
             self.graph, self.automatic.mesh, strategies, objective="redistribution", hardware=self.hardware, **self.data
@@ -203,7 +202,7 @@ class _Search:
 
     def greedy(self, goal: float) -> frozenset[int]:
         """Return proposals with which a step takes at most `goal` seconds, and without any of which it takes longer."""
-        rest = sorted(range(len(self.proposals)), key=lambda each: _rank(self.proposals[each].advised))
+        rest = sorted(range(len(self.proposals)), key=lambda each: _rank(self.proposals[each]))
         chosen: list[int] = []
         reached = False
         while rest and not reached:
@@ -226,7 +225,7 @@ def _rank(advised: Advised) -> int:
 
 def step_seconds(plan: ShardingPlan, hardware: str = DEFAULT_HARDWARE) -> float:
     """Return the predicted step time of a plan with any objective: its collectives and a rank's computation."""
-    shape, model = tuple(plan.mesh.shape), CostModel(find_hardware(hardware))
+    shape, model = plan.mesh.shape, CostModel(find_hardware(hardware))
     computing = 0.0
     for node in plan.graph.nodes.values():
         if node.call is not None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.layout import text
 from ascend_parallel.sharding.planner.operator_cost import amount
-from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.planner.operator_strategy import operator_name, where
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
@@ -43,8 +43,8 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     held
         What a rank holds, where more is known than the plan: stages, recompute, ZeRO. None: `ShardingPlan.memory`.
     """
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.mesh.dim_names, plan.mesh.shape, strict=True))
-    calls = sum(node.kind == CALL for node in plan.graph.nodes.values())
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.sizes.items())
+    calls = len(plan.graph.of_kind(CALL))
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
     memory, objective = held or plan.memory(), plan.objective
     if plan.overlap is not None:
@@ -73,7 +73,7 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
         Bytes that a rank holds.
     """
     found = []
-    for dim, (name, size) in enumerate(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)):
+    for dim, (name, size) in enumerate(plan.mesh.sizes.items()):
         share = _repeated(plan, dim) if size > 1 else 0.0
         if share > REPEATED:
             how_much = "all of the work" if share == 1 else f"{100 * share:.0f} % of the work"
@@ -97,7 +97,7 @@ def _gathered(plan: ShardingPlan) -> dict[str, str]:
         gathers = [step for step in one.ahead.steps if step.kind == "all_gather" and step.nbytes]
         if node.kind == PARAMETER and node.name in plan.configured and gathers:
             seconds, nbytes = 1e3 * one.seconds, size_of(one.nbytes)
-            readers = ", ".join(_where(plan.graph.nodes[name]) for name in one.reader.split(", ") if name)
+            readers = ", ".join(where(plan.graph.nodes[name]) for name in one.reader.split(", ") if name)
             found[node.source] = f"{readers} is computed without its slices ({nbytes}, {seconds:.3f} ms a step)"
     return found
 
@@ -120,13 +120,8 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
         if name in other.graph.nodes:
             ours, theirs = _layouts(plan, node), _layouts(other, node)
             if ours != theirs:
-                lines.append(f"{_where(node)}: {ours}; other: {theirs}")
+                lines.append(f"{where(node)}: {ours}; other: {theirs}")
     return lines
-
-
-def text(layout: Layout) -> str:
-    """Return a layout such as "S(0) R"."""
-    return " ".join(map(str, layout))
 
 
 @dataclass(frozen=True)
@@ -182,16 +177,10 @@ def _nodes(plan: ShardingPlan, full: bool) -> Iterator[str]:
         row = rows[folded.first]
         yield from (f"    {conversion}{folded.times}" for conversion in row.conversions)
         if row.operator:
-            where = f"{row.where(folded.label)}{folded.times}"
-            yield f"{where:{WIDTH}}  {row.layouts}   [{row.why}]"
+            shown = f"{row.where(folded.label)}{folded.times}"
+            yield f"{shown:{WIDTH}}  {row.layouts}   [{row.why}]"
         if row.inside:
             yield f"    inside: {row.inside}"
-
-
-def _where(node: Node) -> str:
-    if node.kind != CALL:
-        return f"{node.kind} {node.source}"
-    return f"{node.module} {operator_name(node)}".strip()
 
 
 def _layouts(plan: ShardingPlan, node: Node) -> str:
@@ -213,7 +202,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         {
             "name": node.name,
             "kind": node.kind,
-            "where": _where(node),
+            "where": where(node),
             "inputs": [text(layout) for layout in plan.inputs[node.name]],
             "outputs": [text(layout) for layout in plan.output_layouts(node)],
             "why": plan.why(node),
@@ -235,7 +224,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         for conversion in plan.conversions
     ]
     return {
-        "mesh": dict(zip(plan.mesh.dim_names, plan.mesh.shape, strict=True)),
+        "mesh": plan.mesh.sizes,
         "objective": plan.objective,
         "overlapped": plan.overlap is not None,
         "cost": plan.cost,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout, forward
-from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.layout import text as layout_text
+from ascend_parallel.sharding.planner.operator_strategy import operator_name, where
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
@@ -22,7 +23,6 @@ from ascend_parallel.sharding.runtime.instructions import (
     Load,
     Program,
     Redistribute,
-    Register,
     Start,
     Store,
     Wait,
@@ -110,12 +110,11 @@ class _Listing:
         self._sharing = Counter[int]()  # how many views hold the memory of a register
 
     def lines(self) -> Iterator[ListedInstruction]:
-        """Yield the lines."""
         graph, registers = self._rank_plan.plan.graph, self._program.registers
         for register in self._program.inputs:
             entry = registers[register]
             self._in_use += entry.nbytes
-            text = f"%{register} = input {graph.nodes[entry.value.node].source}: {_layout(entry)}"
+            text = f"%{register} = input {graph.nodes[entry.value.node].source}: {layout_text(entry.layout)}"
             yield ListedInstruction(text, entry.nbytes, self._in_use)
         yield from self._body("")
 
@@ -173,23 +172,22 @@ class _Listing:
             case Load():
                 node = self._rank_plan.plan.graph.nodes[instruction.value.node]
                 summed = ", gradient summed" if instruction.summed else ""
-                return f"{left}load {node.source}: {_layout(self._program.registers[instruction.writes[0]])}{summed}"
+                return f"{left}load {node.source}: {self._outcome(instruction)}{summed}"
             case Run():
-                name = f"{instruction.node.module} {operator_name(instruction.node)}".strip()
-                return f"{left}run {name}({reads}) -> {self._outcome(instruction)}"
+                return f"{left}run {where(instruction.node)}({reads}) -> {self._outcome(instruction)}"
             case Segment():
                 names = ", ".join(operator_name(run.node) for run in instruction.runs)
                 return f"{left}run compiled({reads}) -> {self._outcome(instruction)}: {names}"
             case RunKernel():
                 nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
-                names = " and ".join(f"{node.module} {operator_name(node)}".strip() for node in nodes)
+                names = " and ".join(map(where, nodes))
                 return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}"
             case Redistribute():
                 return f"{left}redistribute {reads}: {self._steps(instruction.redistribution)}"
             case Start():
                 return f"start {reads}: {self._steps(instruction.redistributions[0])}"
             case Wait():
-                return f"{left}wait: {_layout(self._program.registers[instruction.writes[0]])}"
+                return f"{left}wait: {self._outcome(instruction)}"
             case Store():
                 return f"store {instruction.buffer}: {reads}"
             case Free():
@@ -199,7 +197,7 @@ class _Listing:
         return f"{left}begin and end recomputation here({reads})"
 
     def _outcome(self, instruction: Instruction) -> str:
-        return ", ".join(_layout(self._program.registers[register]) for register in instruction.writes)
+        return ", ".join(layout_text(self._program.registers[register].layout) for register in instruction.writes)
 
     def _freed_text(self, register: int) -> str:
         entry = self._program.registers[register]
@@ -210,7 +208,3 @@ class _Listing:
         names = self._rank_plan.plan.mesh.dim_names
         ahead, back = (each.text(names) for each in (redistribution.forward, redistribution.backward))
         return f"{ahead}; backward: {back}"
-
-
-def _layout(register: Register) -> str:
-    return " ".join(map(str, register.layout))

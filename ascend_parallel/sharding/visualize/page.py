@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.layout import REPLICATE, text
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.visualize.advice import Advice
-from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary, text
+from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary
 from ascend_parallel.sharding.visualize.graph_drawing import Point, draw
 from ascend_parallel.sharding.visualize.picture import NodeBox, Picture, layout_text, picture, step_texts
 from ascend_parallel.sharding.visualize.repeated_layers import repeated
@@ -132,7 +132,7 @@ def _place(plan: ShardingPlan, name: str) -> str:
     node = plan.graph.nodes[name]
     if node.call is None:
         return repeated(node.source)
-    return f"{repeated(node.module)} {node.call.name.split('.')[1]}".strip()
+    return f"{repeated(node.module)} {node.call.operator}".strip()
 
 
 def _readers(plan: ShardingPlan, names: str) -> str:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, CONSTANT, INPUT, PARAMETER, Node, Value
-from ascend_parallel.sharding.layout import Layout
-from ascend_parallel.sharding.planner.operator_strategy import operator_name
+from ascend_parallel.sharding.layout import Layout, text
+from ascend_parallel.sharding.planner.operator_strategy import where
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
-from ascend_parallel.sharding.visualize.explain import text
 from ascend_parallel.sharding.visualize.repeated_layers import Fold, folded
 
 OPERATOR, GIVEN, COLLECTIVE, FOLDED, RETURNED = "operator", "given", "collective", "folded", "returned"
@@ -86,7 +85,6 @@ class _Painter:
         self._returned = set(plan.graph.returned)
 
     def paint(self) -> Picture:
-        """Return the picture."""
         for name, title in self._shown.items():
             if title not in self._picture.boxes:
                 fold = self._folds.get(title)
@@ -105,8 +103,8 @@ class _Painter:
         outputs = " | ".join(dict.fromkeys(layout_text(plan, layout) for layout in plan.output_layouts(node)))
         shapes = ", ".join(f"{list(meta.shape)} {str(meta.dtype).removeprefix('torch.')}" for meta in node.outputs)
         if node.kind != CALL:
-            return NodeBox(GIVEN, [f"input {node.source}", outputs], shapes, outputs)
-        title = f"{node.module} {operator_name(node)}".strip()
+            return NodeBox(GIVEN, [where(node), outputs], shapes, outputs)
+        title = where(node)
         reads = [f"reads {layout_text(plan, layout)}" for layout in plan.inputs[node.name]]
         itself = [f"itself: {text}" for text in plan.texts_inside(node.name)]
         hint = "\n".join([title, *reads, f"gives {outputs}", shapes, plan.why(node), *itself])
@@ -164,7 +162,7 @@ class _Painter:
 
 
 def _box_of(fold: Fold) -> NodeBox:
-    where = fold.layers[0] if len(fold.layers) == 1 else f"{fold.layers[0]} to {fold.layers[-1]}"
+    layers = fold.layers[0] if len(fold.layers) == 1 else f"{fold.layers[0]} to {fold.layers[-1]}"
     layouts = "same layouts" if not fold.others else f"{fold.others} with other layouts"
-    lines = [f"{where}: {len(fold.layers)} more like {fold.like}", layouts, *fold.collectives]
+    lines = [f"{layers}: {len(fold.layers)} more like {fold.like}", layouts, *fold.collectives]
     return NodeBox(FOLDED, lines, "left out of the picture; the table lists their collectives")

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ascend_parallel.sharding.graph import CALL, INPUT, PARAMETER, Node, TensorMeta, Value
-from ascend_parallel.sharding.layout import Layout, forward
+from ascend_parallel.sharding.layout import Layout, forward, text
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.pointwise import pointwise
 from ascend_parallel.sharding.rules.registry import find
-from ascend_parallel.sharding.visualize.explain import text
 
 WEIGHTS, AXES, BOUNDARY, FUSED = 1, 2, 3, 4
 TITLES = {

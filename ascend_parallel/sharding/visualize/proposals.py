@@ -51,22 +51,14 @@ class Advised:
         return ", ".join(map(_text, self.in_strategy))
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A strategy that may be proposed, and the nodes that it names."""
-
-    advised: Advised
-    nodes: tuple[Node, ...]
-
-
-def proposals(plan: ShardingPlan) -> list[Proposal]:
+def proposals(plan: ShardingPlan) -> list[Advised]:
     """Return every operator that computes numbers, with the plan's strategy.
 
     Operators of repeated layers stand together as long as their strategies are equal: under a common pattern, else by
     their number in their module, else by the numbers of the layers. Operators that no pattern names alone are left out.
     """
     reasons = principles(plan)
-    computing = [node for node in plan.graph.nodes.values() if node.kind == CALL and _computes(node)]
+    computing = [node for node in plan.graph.of_kind(CALL) if _computes(node)]
     groups: dict[tuple[str, str], list[Node]] = {}
     for node in computing:
         groups.setdefault((repeated(node.module), operator_name(node)), []).append(node)
@@ -75,8 +67,7 @@ def proposals(plan: ShardingPlan) -> list[Proposal]:
     for path, nodes in _alike(plan.graph, groups):
         ordinals = ordinals_of(every[path_of(nodes)])
         for pattern, members in _named(plan, path, nodes, ordinals):
-            advised = _advised(plan, pattern, members, reasons)
-            found.append(Proposal(advised, tuple(members)))
+            found.append(_advised(plan, pattern, members, reasons))
     return found
 
 
@@ -98,11 +89,9 @@ def _computes(node: Node) -> bool:
 
 
 def _by_operator(graph: Graph) -> dict[tuple[str, str], list[Node]]:
-    """Return all calls by path and operator."""
     found: dict[tuple[str, str], list[Node]] = {}
-    for node in graph.nodes.values():
-        if node.kind == CALL:
-            found.setdefault(path_of([node]), []).append(node)
+    for node in graph.of_kind(CALL):
+        found.setdefault(path_of([node]), []).append(node)
     return found
 
 
@@ -111,7 +100,7 @@ def _alike(graph: Graph, groups: Mapping[tuple[str, str], list[Node]]) -> Iterat
 
     A layer has several operators. So the numbered modules of an nn.Sequential, of an operator each, are not layers.
     """
-    sizes = Counter(layer_of(node.module) for node in graph.nodes.values() if node.kind == CALL)
+    sizes = Counter(layer_of(node.module) for node in graph.of_kind(CALL))
     for (path, _), nodes in groups.items():
         modules: dict[str, list[Node]] = {}
         for node in nodes:

@@ -54,11 +54,10 @@ def folded(plan: ShardingPlan) -> list[Fold]:
     A fold is a contiguous part of the operators in running order. So no shown operator both reads from a fold and is
     read by the same fold.
     """
-    calls = [node for node in plan.graph.nodes.values() if node.kind == CALL]
     like = _left_out(plan.graph)
     runs: list[list[Node]] = []
     between: list[Node] | None = None  # operators outside of layers after a folded layer; None if no fold is open
-    for node in calls:
+    for node in plan.graph.of_kind(CALL):
         layer = layer_of(node.module)
         if layer in like:
             if between is None:
@@ -74,7 +73,7 @@ def folded(plan: ShardingPlan) -> list[Fold]:
 
 def _left_out(graph: Graph) -> dict[str, str]:
     """Return the layers that are left out, each with the shown layer that stands for it."""
-    sizes = Counter(layer_of(node.module) for node in graph.nodes.values() if node.kind == CALL)
+    sizes = Counter(layer_of(node.module) for node in graph.of_kind(CALL))
     kinds: dict[tuple[str, str], list[str]] = {}
     for layer, size in sizes.items():
         if layer in graph.blocks and size > 1:  # the modules of an nn.Sequential are no layers

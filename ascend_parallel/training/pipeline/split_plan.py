@@ -217,7 +217,7 @@ def _check_meshes(plans: Sequence[ShardingPlan], meshes: Sequence[ProcessMesh], 
 
 
 def _shape(mesh: ProcessMesh) -> str:
-    return ", ".join(f"{name}={size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
+    return ", ".join(f"{name}={size}" for name, size in mesh.sizes.items())
 
 
 def _loss(plan: ShardingPlan, assignment: Mapping[str, int], stages: int) -> Value:

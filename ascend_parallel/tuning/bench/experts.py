@@ -222,13 +222,9 @@ def _gated(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _run_group(group: ExpertGroup, rows: torch.Tensor, _: object, weights: Any) -> torch.Tensor:
     """Compute experts one by one, of rows in the order [source][expert]."""
-    parts = iter(torch.split_with_sizes(rows, [count for counts in group.received for count in counts]))
-    table = [[next(parts) for _ in counts] for counts in group.received]
-    made = []
-    for column, up, down in zip(zip(*table, strict=True), *weights, strict=True):
-        y = linear(_gated(torch.cat(column), up), down)
-        made.append(torch.split_with_sizes(y, [len(part) for part in column]))
-    return torch.cat([part for row in zip(*made, strict=True) for part in row])
+    parts = torch.split_with_sizes(group.by_expert(rows), group.expert_sizes)
+    outputs = [linear(_gated(part, up), down) for part, up, down in zip(parts, *weights, strict=True)]
+    return group.by_source(torch.cat(outputs))
 
 
 @dataclass(frozen=True, kw_only=True)
