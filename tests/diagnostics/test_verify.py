@@ -2,12 +2,16 @@
 
 import itertools
 import math
-import types
 
 import pytest
 import torch
-from layer_verification import lines, planted, run, verifying, with_and_without
+from fused_gradients import Extension, install
+from layer_verification import planted, run, verifying, with_and_without
 from layers import same
+from logged import logged
+from pool import on_ranks
+
+import ascend_parallel
 
 
 def every_path(group):
@@ -57,30 +61,12 @@ def test_every_path_is_verified_silently_and_keeps_its_bits(ranks, count):
             assert max(layer["errors"].values()) <= layer["limit"], name
 
 
-class Extension(types.ModuleType):
-    """Replace Megatron's CUDA extension on a CPU; `wrong` multiplies the added gradient."""
-
-    wrong = 1.0
-
-    @classmethod
-    def wgrad_gemm_accum_fp32(cls, x, dy, main_grad):
-        main_grad.add_(cls.wrong * dy.t().matmul(x).to(main_grad.dtype))
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def with_extension():
-    from megatron.core.tensor_parallel import layers as module
-
-    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
-
-
 FUSED = {"gradient_accumulation_fusion": True}
 
 
 def fused_main_grad(group, start, dtype):
     """gradient_accumulation_fusion: main_grad keeps its bits, and the added gradient is checked."""
-    with_extension()
+    install()
     results = []
     for hooks, kind in itertools.product((False, True), ("ColumnParallelLinear", "RowParallelLinear")):
 
@@ -110,9 +96,7 @@ def test_gradients_added_to_main_grad_are_verified(ranks, start, dtype):
 
 
 def wrong_main_grad(group):
-    import ascend_parallel
-
-    with_extension()
+    install()
     with verifying(group) as layers:
         layer = layers.make("RowParallelLinear", (96, 96), config=FUSED)
         layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -133,10 +117,8 @@ def test_a_wrong_addition_to_main_grad_is_caught(ranks):
 
 def deferred(group):
     """defer_embedding_wgrad_compute: buffers are unchanged, and a note says that the gradient is not checked."""
-    import ascend_parallel
-
-    with_extension()
-    with verifying(group) as layers, lines() as said:
+    install()
+    with verifying(group) as layers, logged() as said:
         activations, gradients = [], []
         layer = layers.make(
             "ColumnParallelLinear",
@@ -167,7 +149,6 @@ def test_a_deferred_weight_gradient_is_said_once_and_checked_beyond_the_limit(ra
 
 def special_calls(group):
     """Frozen weights, inputs without gradient, autocast, no gradients: every existing quantity is checked."""
-    import ascend_parallel
 
     def frozen(layer, x):
         layer.weight.requires_grad_(False)
@@ -236,7 +217,6 @@ def recomputed(group, kind):
     from megatron.core import tensor_parallel
     from torch.utils.checkpoint import checkpoint
 
-    import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
 
     def run_once(layer, x):
@@ -274,13 +254,12 @@ def test_recomputed_layers_are_verified(ranks):
             assert found[every][1] >= 6 // every, found
 
 
-def nothing_left_behind(group):
+@on_ranks(2)
+def test_nothing_is_left_behind(group):
     """Random states, Megatron's tracker and buffer, and hooks: everything that a reference could change."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.tensor_parallel import layers as module
-
-    import ascend_parallel
 
     with verifying(group) as layers:
         model_parallel_cuda_manual_seed(5)
@@ -313,18 +292,12 @@ def nothing_left_behind(group):
             "attributes": not [name for name in vars(layer) if "verif" in name or "watch" in name],
             "checked": ascend_parallel.verification().layers[0].backwards == 1,
         }
-    return kept
+    assert all(kept.values()), kept
 
 
-def test_nothing_is_left_behind(ranks):
-    for kept in ranks(2).run(nothing_left_behind):
-        assert all(kept.values()), kept
-
-
-def twice(group):
+@on_ranks(2)
+def test_a_second_backward_of_one_graph(group):
     """A retained graph: only the first backward is checked."""
-    import ascend_parallel
-
     with verifying(group) as layers:
         layer = layers.make("RowParallelLinear")
         x = torch.randn(64, 48, requires_grad=True)
@@ -332,16 +305,14 @@ def twice(group):
         loss.backward(retain_graph=True)
         first = x.grad.clone()
         loss.backward()
-        return torch.equal(x.grad, 2 * first), ascend_parallel.verification().layers[0].backwards
+        assert torch.equal(x.grad, 2 * first)
+        assert ascend_parallel.verification().layers[0].backwards == 1
 
 
-def test_a_second_backward_of_one_graph(ranks):
-    assert ranks(2).run(twice) == [(True, 1)] * 2
-
-
-def overflowing(group, value):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@on_ranks(2)
+def test_numbers_that_are_not_finite(group, value):
     """Non-finite reference values are not compared, with a note; non-finite values in the patched layer alone raise."""
-    import ascend_parallel
     from ascend_parallel.overlap import linear
 
     def spoil(pending):
@@ -359,11 +330,6 @@ def overflowing(group, value):
             pytest.raises(ascend_parallel.VerificationError) as error,
         ):
             layer(torch.randn(64, 48))
-        return found.notes, found.passed, str(error.value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_numbers_that_are_not_finite(ranks, value):
-    for notes, passed, message in ranks(2).run(overflowing, value):
+        notes, passed, message = found.notes, found.passed, str(error.value)
         assert passed and "where the original's output is not finite it is not compared" in notes[0]
         assert "worst at [5, 3]" in message

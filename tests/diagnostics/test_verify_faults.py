@@ -4,10 +4,11 @@ import pytest
 import torch
 from layer_verification import planted, run, verifying
 
+import ascend_parallel
+
 
 def caught(group, where, sequence_parallel, kind, dtype):
     """Plant a fault on one rank after some calls; return the calls until the error, and its message."""
-    import ascend_parallel
     from ascend_parallel.overlap import linear, sequence_backward
 
     faulty, every = group.size() - 1, 3

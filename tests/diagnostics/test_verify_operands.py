@@ -4,7 +4,10 @@ import pytest
 import torch
 from layer_verification import verifying
 from layers import same
+from pool import on_ranks
 from torch.autograd.graph import saved_tensors_hooks
+
+import ascend_parallel
 
 
 def swapped_weight(layer, x):
@@ -75,10 +78,11 @@ LAYERS = {
 }
 
 
-def verified(group, path):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("path", LAYERS)
+@on_ranks(2)
+def test_a_check_sees_the_operands_that_the_layer_sees(group, path):
     """Results of every use without and with verification; the failures and notes of the latter."""
-    import ascend_parallel
-
     kind, k, options, settings = LAYERS[path]
     different = []
     with verifying(group) as layers:
@@ -96,12 +100,6 @@ def verified(group, path):
             different += [f"{use.__name__} {name}" for name in runs[0] if not same(runs[0][name], runs[1][name])]
         report = ascend_parallel.verification()
         backwards = [layer.backwards for layer in report.layers]
-    return different, report.notes, backwards
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("path", LAYERS)
-def test_a_check_sees_the_operands_that_the_layer_sees(ranks, path):
-    for different, notes, backwards in ranks(2).run(verified, path):
-        assert different == [] and notes == []
-        assert backwards == [1] * len(USES)
+    notes = report.notes
+    assert different == [] and notes == []
+    assert backwards == [1] * len(USES)

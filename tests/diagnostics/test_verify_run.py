@@ -14,20 +14,34 @@ import torch
 from allocations import _Watch
 from gpt_training import train
 from launch import launch
+from megatron_cpu import megatron_on_cpu, start_model_parallel
+from pool import on_ranks
 from test_verify import verifying
 
+import ascend_parallel
 from ascend_parallel import Settings, SettingsError, Verification
 from ascend_parallel.diagnostics.verify import LayerErrors, difference, worst_place
 from ascend_parallel.environment import read_settings
 
+LAYERS = {f"decoder.layers.{i}.self_attention.linear_{name}" for i in (0, 1) for name in ("qkv", "proj")}
+LAYERS |= {f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)} | {"output_layer"}
 
-def both(group, options):
-    """Train a GPT with overlap, with and without checks of every second call; return the differences and the report."""
+RUNS = {
+    "all-reduce": (2, {}),
+    "sequence parallel, dropout, recompute": (2, {"recompute": True, "sequence_parallel": True, "dropout": 0.1}),
+    "three ranks, untied": (3, {"hidden": 96, "heads": 3, "vocab": 258, "tied": False}),
+    "bfloat16": (2, {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("count", "options"), RUNS.values(), ids=RUNS)
+@on_ranks()
+def test_a_verified_run_keeps_every_bit(group, options):
+    """Three steps, every second call: the first and third, of those with and without gradients each."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron_cpu import megatron_on_cpu, start_model_parallel
 
-    import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
 
     LEDGER.clear()
@@ -43,38 +57,19 @@ def both(group, options):
     different = [name for name in gradients if not torch.equal(gradients[name], others[name])]
     found = ascend_parallel.verification().as_dict()
     LEDGER.clear()
-    return losses == verified and counts == verified_counts, different, found
+    equal = losses == verified and counts == verified_counts
+    assert equal and different == []
+    assert found["failures"] == [] and found["notes"] == []
+    assert {layer["layer"] for layer in found["layers"]} == LAYERS
+    for layer in found["layers"]:
+        recomputed = options.get("recompute") and layer["layer"] != "output_layer"
+        assert (layer["forwards"], layer["backwards"]) == ((4, 2) if recomputed else (2, 2))
+        assert set(layer["errors"]) == {"output", "input gradient", "weight gradient"}
 
 
-LAYERS = {f"decoder.layers.{i}.self_attention.linear_{name}" for i in (0, 1) for name in ("qkv", "proj")}
-LAYERS |= {f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)} | {"output_layer"}
-
-RUNS = {
-    "all-reduce": (2, {}),
-    "sequence parallel, dropout, recompute": (2, {"recompute": True, "sequence_parallel": True, "dropout": 0.1}),
-    "three ranks, untied": (3, {"hidden": 96, "heads": 3, "vocab": 258, "tied": False}),
-    "bfloat16": (2, {"dtype": torch.bfloat16}),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("count", "options"), RUNS.values(), ids=RUNS)
-def test_a_verified_run_keeps_every_bit(ranks, count, options):
-    """Three steps, every second call: the first and third, of those with and without gradients each."""
-    for equal, different, found in ranks(count).run(both, options):
-        assert equal and different == []
-        assert found["failures"] == [] and found["notes"] == []
-        assert {layer["layer"] for layer in found["layers"]} == LAYERS
-        for layer in found["layers"]:
-            recomputed = options.get("recompute") and layer["layer"] != "output_layer"
-            assert (layer["forwards"], layer["backwards"]) == ((4, 2) if recomputed else (2, 2))
-            assert set(layer["errors"]) == {"output", "input gradient", "weight gradient"}
-
-
-def memory(group):
-    """Return the bytes alive between forward and backward, and after it, without and with a check."""
-    import ascend_parallel
-
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_check_keeps_no_tensors_between_forward_and_backward(group):
     def held(every):
         ascend_parallel.configure(num_chunks=4, verify_every=every)
         layer = layers.make("ColumnParallelLinear", config={"sequence_parallel": True})
@@ -98,12 +93,7 @@ def memory(group):
         return min(found)
 
     with verifying(group) as layers:
-        return held(0), held(1)
-
-
-@pytest.mark.slow
-def test_a_check_keeps_no_tensors_between_forward_and_backward(ranks):
-    for plain, verified in ranks(2).run(memory):
+        plain, verified = held(0), held(1)
         assert plain == verified
         assert plain[0] >= 128 * 2 * 48 * 4  # the output at least
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import forked_python
+from pool import on_ranks
 
 from ascend_parallel.diagnostics.timeline.files import Pass, Span
 
@@ -165,7 +166,9 @@ def test_the_demo_ends_well(words):
     assert found["plain"]["said"] == []
 
 
-def refused(group):
+@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="Apex is installed")
+@on_ranks(2)
+def test_what_megatron_refuses_without_apex(group):
     """Why Megatron-core builds no GPT of its own norms and kernels where Apex is missing."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -197,12 +200,7 @@ def refused(group):
             texts.append(str(error.value))
             assert small_gpt(sequence_parallel=True, **overrides) is not None
         end_model_parallel()
-    return texts
-
-
-@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="Apex is installed")
-def test_what_megatron_refuses_without_apex(ranks):
-    for persist, fusion, *norms in ranks(2).run(refused):
-        assert "persist_layer_norm not supported by torch LayerNorm" in persist
-        assert "gradient_accumulation_fusion" in fusion
-        assert all("sequence parallel not supported by torch LayerNorm" in text for text in norms)
+    persist, fusion, *norms = texts
+    assert "persist_layer_norm not supported by torch LayerNorm" in persist
+    assert "gradient_accumulation_fusion" in fusion
+    assert all("sequence parallel not supported by torch LayerNorm" in text for text in norms)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
@@ -156,22 +157,24 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def probe_side_effects(group):
+@on_ranks(2)
+def test_the_probe_leaves_no_trace(group):
     """The probe is invisible to modes, random numbers and autograd."""
     x, w = torch.randn(224, 40, requires_grad=True), torch.randn(24, 40, requires_grad=True)
     before = torch.get_rng_state()
     with Counting() as mode:
         y = row_linear(x, w, group=group, settings=Settings(num_chunks=4))
     y.sum().backward()
-    return mode.matmuls, torch.equal(before, torch.get_rng_state()), x.grad is not None
+    assert mode.matmuls == 4
+    assert torch.equal(before, torch.get_rng_state())
+    assert x.grad is not None
 
 
-def test_the_probe_leaves_no_trace(ranks):
-    assert ranks(2).run(probe_side_effects) == [(4, True, True)] * 2
-
-
-def layers(group, shape, sequence_parallel):
-    """Both layers' outputs and gradients in one chunk and in 8."""
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shape", [(2048, 1024, 256), (1024, 256, 1024)])
+@on_ranks(2)
+def test_whole_layers_keep_their_bits_on_two_ranks(group, shape, sequence_parallel):
+    """On a machine where two chunks of 2,048 rows keep the bits, the ranks find such chunks."""
     m, k, n = shape
     results = []
     for chunks in (1, 8):
@@ -186,14 +189,7 @@ def layers(group, shape, sequence_parallel):
             results.append((y.detach(), x.grad, w.grad))
     half = len(results) // 2
     pairs = zip(results[:half], results[half:], strict=True)
-    return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("shape", [(2048, 1024, 256), (1024, 256, 1024)])
-def test_whole_layers_keep_their_bits_on_two_ranks(ranks, shape, sequence_parallel):
-    """On a machine where two chunks of 2,048 rows keep the bits, the ranks find such chunks."""
-    assert ranks(2).run(layers, shape, sequence_parallel) == [True, True]
+    assert all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("layout", [TRANSPOSED, ROW_MAJOR])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layers import Layers
+from pool import on_ranks
 from test_linear import SHAPES, check_column, check_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -218,7 +219,10 @@ def test_every_path_matches_the_truth(ranks, count, dtype):
     ranks(count).run(every_path, dtype)
 
 
-def off_gloo(group):
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("count", [3, 4])
+@on_ranks()
+def test_backends_that_are_not_gloo(group):
     """What runs where the backend is not gloo: an all-to-all and the sum."""
     from ascend_parallel.ops import collectives
 
@@ -226,15 +230,9 @@ def off_gloo(group):
     collectives.on_gloo = lambda group, device: False
     try:
         every_path(group, torch.float32)
-        return bits(group, [ordered(num_chunks=chunks) for chunks in CHUNKS], torch.bfloat16)
+        assert bits(group, [ordered(num_chunks=chunks) for chunks in CHUNKS], torch.bfloat16) == (True, 1)
     finally:
         collectives.on_gloo = kept
-
-
-@pytest.mark.sample("3")
-@pytest.mark.parametrize("count", [3, 4])
-def test_backends_that_are_not_gloo(ranks, count):
-    assert ranks(count).run(off_gloo) == [(True, 1)] * count
 
 
 @pytest.mark.parametrize(
@@ -263,7 +261,9 @@ def test_it_switches_on_by_itself():
     assert choose(Problem("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
 
 
-def megatron(group):
+@pytest.mark.parametrize("count", [3, 4])
+@on_ranks()
+def test_megatrons_deterministic_mode_asks_for_it(group):
     outputs = []
     with Layers(group.size()) as layers:
         for settings in ({"num_chunks": 2}, {"num_chunks": 5}, {"deterministic": True}, {"fused": True}):
@@ -273,12 +273,8 @@ def megatron(group):
             torch.nn.init.normal_(layer.weight)
             outputs.append(layer(torch.randn(500, layer.weight.shape[1]))[0].detach())
         ran = ops.COUNTS.as_dict()
-    return all(torch.equal(outputs[0], y) for y in outputs[1:]), bool(ran)
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_megatrons_deterministic_mode_asks_for_it(ranks, count):
-    assert ranks(count).run(megatron) == [(True, True)] * count
+    assert all(torch.equal(outputs[0], y) for y in outputs[1:])
+    assert bool(ran)
 
 
 def moved(tensor, elements):

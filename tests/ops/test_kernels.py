@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from pairwise import pairwise
+from pool import on_ranks
 from test_operators import SHAPES, layouts, operands, truth_all_gather, truth_all_reduce, truth_reduce_scatter
 from tolerances import LIMIT, close
 
@@ -49,7 +50,22 @@ def run_all_reduce(x, w, group, settings):
     return operators.start_matmul_all_reduce(x, w, group, settings).wait()
 
 
-def matrix(group, name, dtype):
+def strides(group, settings, dtype):
+    x, w, x_r, w_r = operands(group, (48 * group.size(), 24), 24, dtype)  # a square weight too
+    for x_s, w_s in itertools.product(layouts(x_r).values(), layouts(w_r).values()):
+        close(run_all_reduce(x_s, w_s, group, settings), truth_all_reduce(x, w, 0), dtype)
+        y = operators.run_all_gather_matmul(x_s, w_s, group, settings)[0]
+        close(y, truth_all_gather(x, w, group.rank()), dtype)
+        y = operators.start_matmul_reduce_scatter(x_s, w_s, group, settings).wait()
+        close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
+
+
+@pytest.mark.sample(
+    "reference-2-torch.float32", "chunked-3-torch.float16", "ordered-4-torch.bfloat16", "shm-2-torch.float32"
+)
+@pytest.mark.parametrize(("name", "count", "dtype"), MATRIX, ids=str)
+@on_ranks()
+def test_the_matrix(group, name, dtype):
     """Every shape and every layout by one kernel; returns the kernels that ran and the largest error."""
     worst = 0.0
     with Taken() as taken:
@@ -68,27 +84,9 @@ def matrix(group, name, dtype):
                 y = operators.start_matmul_reduce_scatter(x_r, w_r, group, settings).wait()
                 worst = max(worst, close(y, truth_reduce_scatter(x, w, group.rank()).view(y.shape), dtype))
             strides(group, settings, dtype)
-    return sorted(taken), worst
-
-
-def strides(group, settings, dtype):
-    x, w, x_r, w_r = operands(group, (48 * group.size(), 24), 24, dtype)  # a square weight too
-    for x_s, w_s in itertools.product(layouts(x_r).values(), layouts(w_r).values()):
-        close(run_all_reduce(x_s, w_s, group, settings), truth_all_reduce(x, w, 0), dtype)
-        y = operators.run_all_gather_matmul(x_s, w_s, group, settings)[0]
-        close(y, truth_all_gather(x, w, group.rank()), dtype)
-        y = operators.start_matmul_reduce_scatter(x_s, w_s, group, settings).wait()
-        close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
-
-
-@pytest.mark.sample(
-    "reference-2-torch.float32", "chunked-3-torch.float16", "ordered-4-torch.bfloat16", "shm-2-torch.float32"
-)
-@pytest.mark.parametrize(("name", "count", "dtype"), MATRIX, ids=str)
-def test_the_matrix(ranks, name, count, dtype):
-    for taken, worst in ranks(count).run(matrix, name, dtype):
-        assert name in taken or (name == "ordered" and count == 2)  # sums of two ranks have only one order
-        assert worst <= LIMIT[dtype]
+    taken = sorted(taken)
+    assert name in taken or (name == "ordered" and group.size() == 2)  # sums of two ranks have only one order
+    assert worst <= LIMIT[dtype]
 
 
 def kept_choices(group):

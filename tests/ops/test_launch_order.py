@@ -99,7 +99,8 @@ def test_either_step_of_the_sequence_parallel_backward_comes_first(ranks):
         assert "wait" in log[begin:end]  # and is waited for after
 
 
-def autocast_does_not_choose(group):
+@on_ranks(2)
+def test_operators_keep_their_dtype_under_autocast_and_layers_cast(group):
     """The dtype of a result must not depend on how many chunks the rows allow."""
     found = set()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -111,24 +112,18 @@ def autocast_does_not_choose(group):
             column = column_linear(x, w.requires_grad_(), group=group, settings=Settings(num_chunks=4))
             column.float().sum().backward()  # under autocast, against advice
             found.add(column.dtype)
-    return found
+    assert found == {torch.float32, torch.bfloat16}
 
 
-def test_operators_keep_their_dtype_under_autocast_and_layers_cast(ranks):
-    assert ranks(2).run(autocast_does_not_choose) == [{torch.float32, torch.bfloat16}] * 2
-
-
-def one_row(group):
+@on_ranks(2)
+def test_the_gradient_of_a_single_row(group):
     x, w = torch.randn(8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     ops.matmul_all_reduce(x, w, group, num_chunks=4).sum().backward()
-    return torch.equal(w.grad, x.detach()[:, None].expand(8, 4))
+    assert torch.equal(w.grad, x.detach()[:, None].expand(8, 4))
 
 
-def test_the_gradient_of_a_single_row(ranks):
-    assert ranks(2).run(one_row) == [True, True]
-
-
-def failed_alike(group):
+@on_ranks(2)
+def test_a_group_survives_a_failure_that_all_ranks_share(group):
     """All ranks fail in the same chunk; the group still works afterwards."""
     results = []
     for name in ("matmul_all_reduce", "matmul_reduce_scatter"):
@@ -150,11 +145,7 @@ def failed_alike(group):
         finally:
             torch.mm = kept
         results.append(torch.equal(getattr(ops, name)(x, w, group, num_chunks=4), expected))
-    return results
-
-
-def test_a_group_survives_a_failure_that_all_ranks_share(ranks):
-    assert ranks(2).run(failed_alike) == [[True, True]] * 2
+    assert results == [True, True]
 
 
 @on_ranks(2)

@@ -97,7 +97,9 @@ def test_any_strides(ranks, count):
     ranks(count).run(strided_cases)
 
 
-def chunked_bits(group, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_one_chunk(group, dtype):
     _, _, x_r, w_r = operands(group, (512, 64), 48, dtype)
     results = {}
     for chunks in (1, 2, 3, 4, 8):
@@ -106,23 +108,17 @@ def chunked_bits(group, dtype):
             ops.matmul_reduce_scatter(x_r, w_r, group, num_chunks=chunks),
             ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0],
         )
-    return [all(map(torch.equal, results[1], results[chunks])) for chunks in (2, 3, 4, 8)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_ranks_have_the_bits_of_one_chunk(ranks, dtype):
-    assert ranks(2).run(chunked_bits, dtype) == [[True] * 4] * 2
-
-
-def gathered_bits(group):
-    _, _, x_r, w_r = operands(group, (160, 64), 48, torch.float32)
-    whole = ops.all_gather_matmul(x_r, w_r, group, num_chunks=1)[0]
-    return [torch.equal(whole, ops.all_gather_matmul(x_r, w_r, group, num_chunks=c)[0]) for c in (2, 3, 4, 8)]
+    for chunks in (2, 3, 4, 8):
+        assert all(map(torch.equal, results[1], results[chunks])), chunks
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_all_gather_is_bit_exact_on_any_number_of_ranks(ranks, count):
-    assert ranks(count).run(gathered_bits) == [[True] * 4] * count
+@on_ranks()
+def test_all_gather_is_bit_exact_on_any_number_of_ranks(group):
+    _, _, x_r, w_r = operands(group, (160, 64), 48, torch.float32)
+    whole = ops.all_gather_matmul(x_r, w_r, group, num_chunks=1)[0]
+    for chunks in (2, 3, 4, 8):
+        assert torch.equal(whole, ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0]), chunks
 
 
 @pytest.mark.sample("3")
@@ -221,29 +217,23 @@ def test_gradients_of_the_operators(ranks, count, operator):
         ranks(count).run(gradients, operator, chunks)
 
 
-def planted_fault(group):
+@on_ranks(2)
+def test_a_bias_added_on_each_rank_is_caught(group):
     """The comparison detects a bias that every rank adds before the sum."""
     x, w, x_r, w_r = operands(group, (64, 24), 40, torch.float32)
     bias = torch.full((40,), 0.01)
     y = ops.matmul_all_reduce(torch.cat([x_r, torch.ones(64, 1)], 1), torch.cat([w_r, bias[None]]), group, num_chunks=4)
     with pytest.raises(AssertionError):
         close(y, truth_all_reduce(x, w, 0) + bias, torch.float32)
-    return True
 
 
-def test_a_bias_added_on_each_rank_is_caught(ranks):
-    assert all(ranks(2).run(planted_fault))
-
-
-def nan_everywhere(group):
+@on_ranks(3)
+def test_nan_on_one_rank_reaches_all(group):
     x = torch.ones(64, 8)
     if group.rank() == 1:
         x[40, 3] = float("nan")
-    return ops.matmul_all_reduce(x, torch.ones(8, 8), group, num_chunks=4).isnan().any(dim=1).nonzero().tolist()
-
-
-def test_nan_on_one_rank_reaches_all(ranks):
-    assert ranks(3).run(nan_everywhere) == [[[40]]] * 3
+    y = ops.matmul_all_reduce(x, torch.ones(8, 8), group, num_chunks=4)
+    assert y.isnan().any(dim=1).nonzero().tolist() == [[40]]
 
 
 @on_ranks(2)
@@ -264,7 +254,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(group):
             call()
 
 
-def traced(group):
+@on_ranks(2)
+def test_operators_trace(group):
     x = torch.randn(32, 2, 16, requires_grad=True)
     w = torch.randn(16, 24, requires_grad=True)
 
@@ -288,16 +279,12 @@ def traced(group):
 
     program = torch.export.export(Step(), (x.detach(), w.detach()))
     assert torch.equal(program.module()(x.detach(), w.detach()), eager)
-    return sorted(str(node.target) for node in program.graph.nodes if "ascend_parallel" in str(node.target))
-
-
-def test_operators_trace(ranks):
-    for targets in ranks(2).run(traced):
-        assert [target.split(".")[1] for target in targets] == [
-            "all_gather_matmul",
-            "matmul_all_reduce",
-            "matmul_reduce_scatter",
-        ]
+    targets = sorted(str(node.target) for node in program.graph.nodes if "ascend_parallel" in str(node.target))
+    assert [target.split(".")[1] for target in targets] == [
+        "all_gather_matmul",
+        "matmul_all_reduce",
+        "matmul_reduce_scatter",
+    ]
 
 
 @on_ranks(2)

@@ -37,13 +37,9 @@ def test_the_public_operator_takes_an_int8_weight(group):
     )
 
 
-def frozen_scales(group):
+@on_ranks(2)
+def test_scales_that_want_a_gradient_are_refused(group):
     x, _, weights = operands(group, (5, 3, 70), "channel", True, torch.float32)
     weights[0].scale.requires_grad_()
     with pytest.raises(ValueError, match="scale of an int8 weight requires a gradient"):
         ops.matmul_all_reduce(x[0].float(), weights[0], group)
-    return True
-
-
-def test_scales_that_want_a_gradient_are_refused(ranks):
-    assert ranks(2).run(frozen_scales) == [True, True]

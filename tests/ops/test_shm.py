@@ -94,7 +94,9 @@ def test_pieces_fit_a_stage_and_are_cut_at_tiles(m, n, tiled):
     assert max(sizes) <= max(shm.PIECE_BYTES // (4 * n), shm.PIECE_ROWS, tile) + tile
 
 
-def every_value(group, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(2)
+def test_every_16_bit_value_is_summed_and_rounded_as_by_torch(group, dtype):
     """Sums of every 16-bit value with values of every magnitude; NaNs are compared as such."""
     assert shm.reach(group) is None
     values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
@@ -105,15 +107,10 @@ def every_value(group, dtype):
     expected = (parts[0].float() + parts[1].float()).to(dtype)
     assert torch.equal(y.isnan(), expected.isnan())
     same(y.nan_to_num(0.0), expected.nan_to_num(0.0), "every value", dtype)
-    return int(expected.isnan().sum()), int(expected.isinf().sum()), len(expected.unique())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_value_is_summed_and_rounded_as_by_torch(ranks, dtype):
-    for nans, infinities, different in ranks(2).run(every_value, dtype):
-        assert nans
-        assert infinities
-        assert different > 10_000
+    nans, infinities, different = int(expected.isnan().sum()), int(expected.isinf().sum()), len(expected.unique())
+    assert nans
+    assert infinities
+    assert different > 10_000
 
 
 def grown(group):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers import Layers
+from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel import Settings, UnmetRequestError, row_linear
@@ -10,7 +11,8 @@ from ascend_parallel import Settings, UnmetRequestError, row_linear
 STRICT = {"num_chunks": 4, "strict": True}
 
 
-def layers_and_calls(group):
+@on_ranks(2)
+def test_every_rank_is_told(group):
     messages = []
     with Layers(group.size()) as layers:
         ascend_parallel.configure(**STRICT)
@@ -30,11 +32,7 @@ def layers_and_calls(group):
             group=group,
             settings=Settings(fused=True, strict=True),
         )
-    return [*messages, str(error.value)]
-
-
-def test_every_rank_is_told(ranks):
-    for few_rows, uncovered, dtype in ranks(2).run(layers_and_calls):
-        assert few_rows.startswith("COC_STRICT=1: matmul_all_reduce [20, 32, 96] float32 on 2 cpu ranks: COC_PARALLEL_")
-        assert uncovered.startswith("COC_STRICT=1: RowParallelLinear runs without overlap: expert layers")
-        assert "shm: dtype torch.float64" in dtype
+    few_rows, uncovered, dtype = [*messages, str(error.value)]
+    assert few_rows.startswith("COC_STRICT=1: matmul_all_reduce [20, 32, 96] float32 on 2 cpu ranks: COC_PARALLEL_")
+    assert uncovered.startswith("COC_STRICT=1: RowParallelLinear runs without overlap: expert layers")
+    assert "shm: dtype torch.float64" in dtype

@@ -163,7 +163,8 @@ def test_a_saved_tensor_changed_in_place_raises(group):
                 y.sum().backward()
 
 
-def backward_twice(group):
+@on_ranks(2)
+def test_retain_graph_and_no_silent_second_derivative(group):
     settings = Settings(num_chunks=2)
     results = []
     for sequence_parallel in (False, True):
@@ -178,14 +179,11 @@ def backward_twice(group):
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
-    return results
+    assert results == [True, True]
 
 
-def test_retain_graph_and_no_silent_second_derivative(ranks):
-    assert ranks(2).run(backward_twice) == [[True, True]] * 2
-
-
-def without_gradients(group):
+@on_ranks(2)
+def test_no_grad_and_inference_mode(group):
     settings = Settings(num_chunks=2)
     x, weight = torch.randn(64, 8), torch.randn(8, 8, requires_grad=True)
     with_grad = column_linear(x, weight, group=group, settings=settings, sequence_parallel=True)
@@ -195,14 +193,12 @@ def without_gradients(group):
         inference = column_linear(x, weight, group=group, settings=settings, sequence_parallel=True)
     assert not no_grad.requires_grad
     assert inference.is_inference()
-    return torch.equal(with_grad, no_grad) and torch.equal(with_grad, inference)
+    assert torch.equal(with_grad, no_grad) and torch.equal(with_grad, inference)
 
 
-def test_no_grad_and_inference_mode(ranks):
-    assert ranks(2).run(without_gradients) == [True, True]
-
-
-def recomputed(group, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks(2)
+def test_activation_checkpointing(group, use_reentrant):
     settings = Settings(num_chunks=2)
     torch.manual_seed(0)
     x, weight = torch.randn(64, 8), torch.randn(8, 8)
@@ -217,12 +213,7 @@ def recomputed(group, use_reentrant):
         y = torch.utils.checkpoint.checkpoint(block, x_r, use_reentrant=use_reentrant) if checkpointed else block(x_r)
         y.square().sum().backward()
         gradients.append((x_r.grad, w_r.grad))
-    return all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(ranks, use_reentrant):
-    assert ranks(2).run(recomputed, use_reentrant) == [True, True]
+    assert all(map(torch.equal, *gradients))
 
 
 def under_autocast(group):
@@ -262,8 +253,8 @@ def test_a_bias_added_on_every_rank_is_caught(group):
         close(wrong, y, torch.float32)
 
 
-def memory(group):
-    """Return the largest memory of live tensors beyond the serial path, in rows of one chunk."""
+@on_ranks(2)
+def test_memory_beyond_the_serial_path_is_at_most_one_chunk(group):
     from allocations import peak_bytes
 
     x, weight = torch.randn(1024, 64), torch.randn(64, 64)
@@ -280,25 +271,16 @@ def memory(group):
 
         serial, chunked = (peak_bytes(lambda chunks=chunks: run(chunks)) for chunks in (1, 4))
         extra[name] = (chunked - serial) / (1024 // 4 * 64 * 4)
-    return extra
+    assert max(extra.values()) <= 1, extra
 
 
-def test_memory_beyond_the_serial_path_is_at_most_one_chunk(ranks):
-    for extra in ranks(2).run(memory):
-        assert max(extra.values()) <= 1, extra
-
-
-def tiny(group):
-    """Return the error of a row layer of 10 rows in chunks of a row or more, and the chunks that it ran."""
+@on_ranks(2)
+def test_a_layer_of_few_rows_runs_in_chunks_if_asked(group):
     x, w = torch.randn(10, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
     before = COUNTS.as_dict().get("matmul_all_reduce", {"chunks": 0})["chunks"]
     y = row_linear(x, w, group=group, settings=Settings(num_chunks=4, chunk_rows=1, customized_coc={}))
     parts = [torch.empty_like(y) for _ in range(group.size())]
     torch.distributed.all_gather(parts, x @ w.t(), group=group)
     chunks = COUNTS.as_dict()["matmul_all_reduce"]["chunks"] - before
-    return float((y - sum(parts)).abs().max()), chunks
-
-
-def test_a_layer_of_few_rows_runs_in_chunks_if_asked(ranks):
-    for error, chunks in ranks(2).run(tiny):
-        assert error < 1e-12 and chunks > 1
+    error = float((y - sum(parts)).abs().max())
+    assert error < 1e-12 and chunks > 1

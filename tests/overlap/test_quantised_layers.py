@@ -8,6 +8,7 @@ import pytest
 import torch
 from int8 import DTYPES, GRAINS, N, exact, operands, steps
 from layers import Layers, same
+from logged import logged
 from pool import on_ranks
 from tolerances import close
 
@@ -53,19 +54,15 @@ def test_the_layer_and_its_input_gradient(ranks, count, dtype):
 
 
 def logged_once(group):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
     log = logging.getLogger("ascend_parallel")
     level = log.level
-    log.addHandler(handler)
     log.setLevel(logging.INFO)
     ascend_parallel.overlap.quantised._log_dequantised.cache_clear()
     x, w, *_ = whole_row_layer(group, (12, 70), torch.float32, "channel")
-    for _ in range(2):
-        quantised_row_linear(x, w, group=group, settings=Settings(num_chunks=2), sequence_parallel=True)
+    with logged() as lines:
+        for _ in range(2):
+            quantised_row_linear(x, w, group=group, settings=Settings(num_chunks=2), sequence_parallel=True)
     log.setLevel(level)
-    log.removeHandler(handler)
     return [line for line in lines if "sequence parallelism is dequantised" in line]
 
 
@@ -74,8 +71,16 @@ def test_dequantising_for_sequence_parallelism_is_logged_once(ranks):
     assert (len(first), len(second)) == (1, 0)
 
 
-def megatron(group):
-    """Return the differences of an int8 RowParallelLinear, patched and not, from the unquantised layer, by case."""
+def x_bound(x, w, group, parallel, sequence_parallel):
+    """Return the bound of the output's error from the rounding of the weight, summed over ranks."""
+    own = x if parallel else x.chunk(group.size(), -1)[group.rank()]
+    part = (own.double().abs() @ (steps(w) * 0.5001)).float()
+    torch.distributed.all_reduce(part, group=group)
+    return part.chunk(group.size())[group.rank()] if sequence_parallel else part
+
+
+@on_ranks(2)
+def test_megatrons_row_layer_in_int8(group):
     wrong = {}
     with Layers(group.size()) as layers:
         cases = itertools.product(GRAINS, (True, False), (False, True), (False, True), (True, False))
@@ -119,19 +124,7 @@ def megatron(group):
             failed = [name for name, passed in checks.items() if not passed]
             if failed:
                 wrong[case] = failed
-    return wrong
-
-
-def x_bound(x, w, group, parallel, sequence_parallel):
-    """Return the bound of the output's error from the rounding of the weight, summed over ranks."""
-    own = x if parallel else x.chunk(group.size(), -1)[group.rank()]
-    part = (own.double().abs() @ (steps(w) * 0.5001)).float()
-    torch.distributed.all_reduce(part, group=group)
-    return part.chunk(group.size())[group.rank()] if sequence_parallel else part
-
-
-def test_megatrons_row_layer_in_int8(ranks):
-    assert ranks(2).run(megatron) == [{}, {}]
+    assert wrong == {}
 
 
 @on_ranks(2)

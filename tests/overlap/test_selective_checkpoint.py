@@ -6,8 +6,11 @@ import itertools
 import pytest
 import torch
 from layers import Layers
+from pool import on_ranks
 from tolerances import close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ascend_parallel
 
 aten = torch.ops.aten
 POLICIES = {
@@ -45,8 +48,6 @@ def cuts(kind, sequence_parallel):
 
 def layers_under_policies(group, settings, dtype, verify_every=0):
     """Every layer under every policy, against the truth in float64, output and every gradient."""
-    import ascend_parallel
-
     done = []
     with Layers(group.size(), params_dtype=dtype) as layers:
         ascend_parallel.configure(**settings, verify_every=verify_every)
@@ -114,7 +115,8 @@ def test_a_verified_run_under_selective_checkpoints(ranks, every):
         assert checked
 
 
-def operators_under_policies(group):
+@on_ranks(2)
+def test_operators_and_int8_weights_under_selective_checkpoints(group):
     """The registered operators, and a row layer with an int8 weight, against a checkpoint without a policy."""
     from ascend_parallel import Settings, ops
     from ascend_parallel.overlap.quantised import quantise_weight, quantised_row_linear
@@ -138,8 +140,4 @@ def operators_under_policies(group):
             gradients.append(x.grad)
         if not torch.equal(*gradients):
             different.append(f"{call} {name}")
-    return different
-
-
-def test_operators_and_int8_weights_under_selective_checkpoints(ranks):
-    assert ranks(2).run(operators_under_policies) == [[], []]
+    assert different == []

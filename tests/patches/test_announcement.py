@@ -6,6 +6,7 @@ import pytest
 import torch
 from launch import launch
 from layers import Layers
+from logged import logged
 
 import ascend_parallel
 from ascend_parallel import Settings, SettingsError
@@ -69,18 +70,12 @@ def test_a_program_that_logs_gets_every_line_its_own_way():
 
 def announced(group):
     """Return the log of a single layer, called twice for each of several settings."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    OURS.addHandler(handler)
-    try:
-        with Layers(group.size()) as layers:
-            for settings in ({"fused": True, "num_chunks": "auto"}, {"mode": 1}, {"num_chunks": 8}):
-                ascend_parallel.configure(**settings)
-                layer = layers.make("RowParallelLinear", (64, 96))
-                for _ in range(2):
-                    layer(torch.randn(64, 32))
-    finally:
-        OURS.removeHandler(handler)
+    with logged() as lines, Layers(group.size()) as layers:
+        for settings in ({"fused": True, "num_chunks": "auto"}, {"mode": 1}, {"num_chunks": 8}):
+            ascend_parallel.configure(**settings)
+            layer = layers.make("RowParallelLinear", (64, 96))
+            for _ in range(2):
+                layer(torch.randn(64, 32))
     return [line for line in lines if "overlap is" in line]
 
 

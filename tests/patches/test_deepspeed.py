@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
@@ -10,7 +11,7 @@ from ascend_parallel.ops import COUNTS
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat-deepspeed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import launched_by, model_of, tokens, worst
+from hugging_face import checked, count_of, launched_by, model_of, tokens, worst
 
 
 def engine_of(group, name, stage=0, dtype=torch.float32, **tensor_parallel):
@@ -59,14 +60,13 @@ def trained(group, name, stage, dtype, settings):
     """Return the names that differ from plain, the worst error against the whole model, and the overlapped calls."""
     ascend_parallel.configure(num_chunks=1)
     plain = steps(engine_of(group, name, stage, dtype))
-    before = COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"]
+    before = count_of("matmul_all_reduce")
     COUNTS.restore({name: count for name, count in COUNTS.as_dict().items() if not name.startswith("region")})
     ascend_parallel.configure(num_chunks=4, **settings)
     overlapped = steps(engine_of(group, name, stage, dtype))
     ascend_parallel.configure(num_chunks=1)
-    calls = COUNTS.as_dict()["matmul_all_reduce"]["calls"] - before
-    regions = COUNTS.as_dict().get("region", {"calls": 0})["calls"]
-    assert regions == (8 if settings else 0)  # o_proj and down_proj of two layers in two steps
+    calls = count_of("matmul_all_reduce") - before
+    assert count_of("region") == (8 if settings else 0)  # o_proj and down_proj of two layers in two steps
     assert plain.keys() == overlapped.keys()
     assert len(plain) > 40
     different = [key for key in plain if not torch.equal(plain[key], overlapped[key])]
@@ -129,42 +129,27 @@ def test_deepspeeds_own_overlap_is_a_conflict(ranks):
         assert "tp_overlap_comm=true (DeepSpeed's own overlap" in error
 
 
-def covered(group):
+@on_ranks(2)
+def test_coverage_names_what_is_left(group):
     ascend_parallel.configure(num_chunks=4)
     engine = engine_of(group, "Llama")
     layer = engine.module.model.layers[0]
     layer.self_attn.q_proj.__class__ = type("Own", (type(layer.self_attn.q_proj),), {})
     layer.mlp.up_proj._partition_sizes = (575, 577)
-    on = str(ascend_parallel.coverage(engine.module))
+    text = str(ascend_parallel.coverage(engine.module))
     ascend_parallel.configure(num_chunks=1)
-    return on
+    assert "1 Own: it is a class of its own" in text
+    assert "1 LinearLayer: its features are shared unevenly among ranks: [575, 577]" in text
+    assert text.startswith("13 of 15")  # the vocabulary's layer, which gathers its output, too
 
 
-def test_coverage_names_what_is_left(ranks):
-    for text in ranks(2).run(covered):
-        assert "1 Own: it is a class of its own" in text
-        assert "1 LinearLayer: its features are shared unevenly among ranks: [575, 577]" in text
-        assert text.startswith("13 of 15")  # the vocabulary's layer, which gathers its output, too
-
-
-def checked(group):
+@on_ranks(2)
+def test_verification_finds_a_planted_fault(group):
     from ascend_parallel.patches import linear_call
 
-    ascend_parallel.configure(num_chunks=4, verify_every=1)
-    engine = engine_of(group, "Qwen2")
-    steps(engine, 1)
-    right = linear_call.run_column
-    linear_call.run_column = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
-    try:
-        steps(engine, 1)
-        return ""
-    except ascend_parallel.VerificationError as error:
-        return str(error)
-    finally:
-        linear_call.run_column = right
-        ascend_parallel.configure(num_chunks=1, verify_every=0)
+    def wrong(right):
+        return lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
 
-
-def test_verification_finds_a_planted_fault(ranks):
-    for error in ranks(2).run(checked):
-        assert "is wrong on rank 1" in error
+    ascend_parallel.configure(num_chunks=4)
+    _, error = checked(engine_of(group, "Qwen2"), lambda engine: steps(engine, 1), linear_call, "run_column", wrong)
+    assert "is wrong on rank 1" in error

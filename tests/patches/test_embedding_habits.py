@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpt_training import REGION, megatron
 from hugging_face import worst
+from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
@@ -97,8 +98,6 @@ def recorded():
 
 def train(group, names, early, options):
     """Return for each habit of rank 1 alone the worst error of two steps, and the collectives of the second."""
-    from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
-
     results = {}
     with megatron(group.size()):
         for name in names:

@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from every_degree import at_degrees, digest
+from every_degree import at_degrees, digest, refused_in_the_tree
+from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -114,14 +115,7 @@ def refused(group, path):
 
 def refusal(group, path):
     model = load(group, path).train()
-    ascend_parallel.configure(**TREE)
-    try:
-        model(input_ids=tokens())
-    except ascend_parallel.DegreeError as error:
-        return str(error)
-    finally:
-        ascend_parallel.configure(num_chunks=1)
-    return ""
+    return refused_in_the_tree(lambda: model(input_ids=tokens()))
 
 
 def test_norms_of_another_class_are_an_error(ranks, tmp_path):
@@ -195,23 +189,18 @@ def test_sequence_parallelism_trains_alike_at_every_degree(ranks, plan, dtype):
 def dropping(group, path):
     model = load(group, path)
     model.config.attention_dropout = 0.1
-    ascend_parallel.configure(**TREE)
-    try:
-        model.eval()(input_ids=tokens())
-        model.train()(input_ids=tokens())
-    except ascend_parallel.DegreeError as error:
-        return str(error)
-    finally:
-        ascend_parallel.configure(num_chunks=1)
-    return ""
+    evaluated = refused_in_the_tree(lambda: model.eval()(input_ids=tokens()))
+    return evaluated, refused_in_the_tree(lambda: model.train()(input_ids=tokens()))
 
 
 def test_dropout_is_an_error(ranks, path):
-    for text in ranks(2).run(dropping, path):
+    for evaluated, text in ranks(2).run(dropping, path):
+        assert evaluated == ""
         assert "trains with dropout (config attention_dropout=0.1)" in text
 
 
-def parallel_loss(group):
+@on_ranks(2)
+def test_a_parallel_loss_is_an_error(group):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (group.size(),))
@@ -219,21 +208,16 @@ def parallel_loss(group):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     styles = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, styles)
-    try:
+
+    def run():
         with loss_parallel():
             torch.nn.functional.cross_entropy(model(torch.randn(16, 64)), torch.randint(64, (16,))).backward()
-    except ascend_parallel.DegreeError as error:
-        return str(error)
-    finally:
-        ascend_parallel.configure(num_chunks=1)
-    return ""
+
+    assert "loss_parallel()" in refused_in_the_tree(run)
 
 
-def test_a_parallel_loss_is_an_error(ranks):
-    assert all("loss_parallel()" in text for text in ranks(2).run(parallel_loss))
-
-
-def compiled(group):
+@on_ranks(2)
+def test_compiled_norms_of_shared_rows_are_an_error(group):
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
@@ -241,15 +225,5 @@ def compiled(group):
     ascend_parallel.configure(**TREE)
     model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64))
     parallelize_module(model, mesh, {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))})
-    try:
-        torch.compile(model, backend="aot_eager")(torch.randn(2, 16, 64))
-    except ascend_parallel.DegreeError as error:
-        return str(error)
-    finally:
-        ascend_parallel.configure(num_chunks=1)
-    return ""
-
-
-def test_compiled_norms_of_shared_rows_are_an_error(ranks):
-    for text in ranks(2).run(compiled):
-        assert "0 (RMSNorm) cannot run in the tree: it is being compiled" in text
+    text = refused_in_the_tree(lambda: torch.compile(model, backend="aot_eager")(torch.randn(2, 16, 64)))
+    assert "0 (RMSNorm) cannot run in the tree: it is being compiled" in text

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from every_degree import at_degrees, digest
+from every_degree import at_degrees, digest, refused_in_the_tree
 from gpt_training import LLAMA, megatron
+from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, small_gpt
+from pool import on_ranks
 
 import ascend_parallel
 
@@ -66,8 +68,6 @@ class PlainOptimizer(torch.optim.AdamW):
         self.model = model
 
     def step(self):
-        from megatron_cpu import finalize_gradients
-
         finalize_gradients(self.model)
         super().step()
         return 1.0
@@ -78,8 +78,6 @@ def train(group, options, settings, dtype=torch.float32):
 
     Megatron-core has no sequence parallelism on one rank.
     """
-    from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
-
     if group.size() == 1:
         options = {**options, "sequence_parallel": False}
 
@@ -160,19 +158,6 @@ def test_an_exported_variable_patches_what_is_imported_later():
         assert repr(name) in done.stdout, done.stderr
 
 
-def refused(group, options, settings):
-    from megatron_cpu import next_token_loss, small_gpt
-
-    with megatron(group.size()):
-        ascend_parallel.configure(**settings)
-        try:
-            options = {"seq": 32, **options}
-            next_token_loss(small_gpt(**options), torch.randint(256, (2, options["seq"] + 1)))
-        except ascend_parallel.DegreeError as error:
-            return str(error)
-    return ""
-
-
 REFUSALS = {
     "dropout of rows": ({"sequence_parallel": True, "hidden_dropout": 0.1}, "hidden_dropout=0.1"),
     "rows": (
@@ -188,28 +173,23 @@ REFUSALS = {
 }
 
 
-def of_another_class(group):
-    from megatron_cpu import small_gpt
-
+@on_ranks(2)
+def test_a_layer_of_a_class_that_is_not_known_is_an_error(group):
     kind = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})
     with megatron(group.size()):
         ascend_parallel.configure(**TREE)
         mixer = kind()
         mixer.in_proj = small_gpt().decoder.layers[0].mlp.linear_fc1
-        try:
-            mixer.in_proj(torch.randn(4, 64))
-        except ascend_parallel.DegreeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_layer_of_a_class_that_is_not_known_is_an_error(ranks):
-    text = "how megatron.core.ssm.mamba_mixer.MambaMixer packs its weight is not known"
-    assert all(text in found for found in ranks(2).run(of_another_class))
+        found = refused_in_the_tree(lambda: mixer.in_proj(torch.randn(4, 64)))
+    assert "how megatron.core.ssm.mamba_mixer.MambaMixer packs its weight is not known" in found
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_what_has_no_tree_is_an_error(ranks, options, words):
-    for text in ranks(2).run(refused, options, TREE):
+@on_ranks(2)
+def test_what_has_no_tree_is_an_error(group, options, words):
+    options = {"seq": 32, **options}
+    tokens = torch.randint(256, (2, options["seq"] + 1))
+    with megatron(group.size()):
+        text = refused_in_the_tree(lambda: next_token_loss(small_gpt(**options), tokens))
         assert "COC_DETERMINISTIC=tp" in text
         assert words in text

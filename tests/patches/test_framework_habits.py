@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hugging_face import both, load, unequal, whole, worst, write
+from pool import on_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -284,9 +285,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def copied(group, plan):
-    """Return what differs from plain in a changed copy of a model, and in a model whose layers get another class."""
-
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@on_ranks(2)
+def test_copies_and_other_classes_run_with_their_own_weights_and_forward(group, plan):
     def average(model):
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -303,14 +304,9 @@ def copied(group, plan):
     for layer in (whole_model.layers[0].attention.wk, whole_model.layers[0].attention.wo):
         layer.__class__ = Doubled
     plain, overlapped = both(model, step)
-    return found, unequal(plain, overlapped), worst(overlapped, step(whole_model))[0]
-
-
-@pytest.mark.parametrize("plan", ["plain", "sequence"])
-def test_copies_and_other_classes_run_with_their_own_weights_and_forward(ranks, plan):
-    for copies, classes, error in ranks(2).run(copied, plan):
-        assert copies == classes == []
-        assert error < 2e-5
+    copies, classes, error = found, unequal(plain, overlapped), worst(overlapped, step(whole_model))[0]
+    assert copies == classes == []
+    assert error < 2e-5
 
 
 def freed(group, path):
@@ -333,8 +329,9 @@ def test_a_layer_holds_no_rows_but_those_it_saves(ranks, tmp_path):
     assert ranks(2).run(freed, path) == [[True, True]] * 2
 
 
-def sharded_each(group):
-    """Return the coverage of a model whose linear layers are each a unit of FSDP, and what differs from plain."""
+@pytest.mark.slow
+@on_ranks(4)
+def test_linear_layers_that_are_units_of_fsdp_are_covered(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ascend_parallel.configure(num_chunks=4)
     model = parallel(decoder(layers=1), mesh["tp"], "sequence")
@@ -342,23 +339,15 @@ def sharded_each(group):
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     ascend_parallel.configure(num_chunks=4)
-    return str(ascend_parallel.coverage(model)), unequal(*both(model, step))
+    assert str(ascend_parallel.coverage(model)) == "8 of 8 linear layers covered"
+    assert unequal(*both(model, step)) == []
 
 
-@pytest.mark.slow
-def test_linear_layers_that_are_units_of_fsdp_are_covered(ranks):
-    assert ranks(4).run(sharded_each) == [("8 of 8 linear layers covered", [])] * 4
-
-
-def compiled(group):
-    """Return the worst difference from plain of a decoder whose MLP's forward alone is compiled."""
+@on_ranks(2)
+def test_a_compiled_forward_in_a_module_that_is_not_gets_its_input_gathered(group):
     ascend_parallel.configure(num_chunks=4)
     model = parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), "sequence")
     mlp = model.layers[0].feed_forward
     mlp.forward = torch.compile(mlp.forward, backend="aot_eager")
-    return worst(*reversed(both(model, step)))
-
-
-def test_a_compiled_forward_in_a_module_that_is_not_gets_its_input_gathered(ranks):
-    for error, where in ranks(2).run(compiled):
-        assert error < 1e-6, where
+    error, where = worst(*reversed(both(model, step)))
+    assert error < 1e-6, where

@@ -3,22 +3,18 @@
 import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
+from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch_parallel import decoder, parallel
 from torch_parallel import step as torch_step
 
 import ascend_parallel
-from ascend_parallel.ops import COUNTS
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import load, step, unequal, worst, write
+from hugging_face import Written, count_of, load, step, unequal, worst
 
 REGION = {"num_chunks": 4, "region": True, "region_rows": 4}
-
-
-def regions():
-    return COUNTS.as_dict().get("region", {"calls": 0})["calls"]
 
 
 def both_ways(model, run):
@@ -26,24 +22,17 @@ def both_ways(model, run):
     ascend_parallel.configure(num_chunks=1)
     plain = run(model)
     ascend_parallel.configure(**REGION)
-    before = regions()
+    before = count_of("region")
     with delayed_collectives():
         late = run(model)
-    calls, left = regions() - before, DelayedWork.unfinished
+    calls, left = count_of("region") - before, DelayedWork.unfinished
     ascend_parallel.configure(num_chunks=1)
     return plain, late, calls, left
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    folder, written = tmp_path_factory.mktemp("models"), {}
-
-    def of(name):
-        if name not in written:
-            written[name] = write(folder / name, name)
-        return written[name]
-
-    return of
+    return Written(tmp_path_factory.mktemp("models"))
 
 
 def hugging_face(group, path):
@@ -67,21 +56,18 @@ def test_decoders_of_transformers(ranks, path, name, count):
         assert left == 0
 
 
-def torch_native(group, plan):
+@pytest.mark.sample("3-layers")
+@pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_decoders_of_torch(group, plan):
     ascend_parallel.configure(num_chunks=4)
     model = parallel(decoder(), init_device_mesh("cpu", (group.size(),)), plan)
     plain, late, calls, left = both_ways(model, torch_step)
     right = torch_step(decoder(dtype=torch.float64))
-    return unequal(plain, late), worst(late, right), calls, left
-
-
-@pytest.mark.sample("3-layers")
-@pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_decoders_of_torch(ranks, plan, count):
-    for different, (error, where), calls, left in ranks(count).run(torch_native, plan):
-        if count == 2:
-            assert different == []
-        assert error < 2e-5, where
-        assert calls == 4
-        assert left == 0
+    different, (error, where) = unequal(plain, late), worst(late, right)
+    if group.size() == 2:
+        assert different == []
+    assert error < 2e-5, where
+    assert calls == 4
+    assert left == 0

@@ -7,7 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron_cpu import finalize_gradients, next_token_loss
+from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
+from pool import on_ranks
 
+import ascend_parallel
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 from ascend_parallel.patches.megatron.built_classes import replaced_experts
@@ -19,11 +23,6 @@ SHARED = {"moe_shared_expert_intermediate_size": 80}
 
 def train(options, settings, steps=3):
     """Train from scratch; return everything that a step computes, the exchanges' counts, and the coverage."""
-    from megatron_cpu import finalize_gradients, next_token_loss
-    from megatron_moe import moe_config, skew, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
     options = dict(options)
     skewed, outputs = options.pop("skewed", False), []
     ascend_parallel.configure(**settings)
@@ -55,7 +54,6 @@ def train(options, settings, steps=3):
 def compared(group, options, group_counts, tp=1):
     """Return for each number of groups the names that differ from the unpatched run, and the exchanges."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron_moe import expert_parallel
 
     ep = group.size() // tp
     options = {"ep": ep, "tp": tp, **options}
@@ -124,13 +122,8 @@ def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
         assert ("0 of" in coverage.split(";")[0]) != overlapped_linears
 
 
-def error_of_unsharded(group):
-    """Return the largest relative error of a gradient, against float64 with all experts on each rank, and its name."""
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
+@on_ranks(2)
+def test_gradients_are_those_of_all_experts_on_a_rank(group):
     def unsharded_name(name, rank):
         before, mark, after = name.partition("local_experts.")
         index, dot, rest = after.partition(".")
@@ -159,23 +152,18 @@ def error_of_unsharded(group):
         if name in gradients:
             scale = parameter.grad.abs().max().clamp(min=1e-6)
             worst[name] = float((gradients[name].double() - parameter.grad).abs().max() / scale)
-    return max(worst.values()), max(worst, key=worst.get), rows
+    worst, name, trained = max(worst.values()), max(worst, key=worst.get), rows
+    assert worst < 1e-4, name
+    assert trained == 2 * 4 * 2  # layers, experts that get rows, weights
 
 
-def test_gradients_are_those_of_all_experts_on_a_rank(ranks):
-    for worst, name, trained in ranks(2).run(error_of_unsharded):
-        assert worst < 1e-4, name
-        assert trained == 2 * 4 * 2  # layers, experts that get rows, weights
-
-
-def data_parallel(group, distributed_optimizer):
+@pytest.mark.sample("True")
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@on_ranks(4)
+def test_overlapped_reductions_of_data_parallel_gradients(group, distributed_optimizer):
     """Megatron's DistributedDataParallel with overlapped reductions: gradients and weights of 3 steps by chunks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
-
-    import ascend_parallel
 
     runs, counts = [], []
     with expert_parallel(2, schedules=True):
@@ -207,25 +195,15 @@ def data_parallel(group, distributed_optimizer):
             counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("chunks", 0))
     different = [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])]
     moved = all(bool(x.abs().sum() > 0) for name, x in runs[1].items() if name.startswith("gradient"))
-    return different, counts, moved
-
-
-@pytest.mark.sample("True")
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_overlapped_reductions_of_data_parallel_gradients(ranks, distributed_optimizer):
-    for different, (plain, overlapped), not_zero in ranks(4).run(data_parallel, distributed_optimizer):
-        assert different == []
-        assert not_zero
-        assert (plain, overlapped) == (0, 4 * 2 * 2 * 2 * 3)  # groups, passes, layers, micro-batches, steps
+    (plain, overlapped), not_zero = counts, moved
+    assert different == []
+    assert not_zero
+    assert plain == 0
+    assert overlapped == 4 * 2 * 2 * 2 * 3  # groups, passes, layers, micro-batches, steps
 
 
 def refusals(group):
     """Train with what is left to the original; return by case the reasons of coverage, and the exchanges."""
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
     found = {}
     with expert_parallel(2):
         ascend_parallel.configure(num_chunks=4)
@@ -284,16 +262,9 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "expert-parallel group has one rank" in reasons["one rank"]
 
 
-def replaced_on_one_rank(group, first):
-    """Return losses plain and overlapped, and the exchanges that ran.
-
-    From step `first` on a method of the first layer is replaced on rank 1 alone.
-    """
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2)
+def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(group, first):
     losses, counts = [], []
     with expert_parallel(2):
         for chunks in (1, 4):
@@ -308,14 +279,9 @@ def replaced_on_one_rank(group, first):
                 loss.backward()
                 losses.append(loss.item())
             counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("calls", 0))
-    return losses, counts, len(model.decoder.layers)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(ranks, first):
-    for losses, (_, calls), layers in ranks(2).run(replaced_on_one_rank, first):
-        assert losses[:2] == losses[2:]
-        assert calls == 2 * (2 * layers - (2 - first))  # forward and backward, of 2 steps
+    (_, calls), layers = counts, len(model.decoder.layers)
+    assert losses[:2] == losses[2:]
+    assert calls == 2 * (2 * layers - (2 - first))  # forward and backward, of 2 steps
 
 
 @pytest.mark.parametrize(
@@ -335,11 +301,6 @@ def test_a_class_in_place_of_the_layer_is_named(monkeypatch, name, text):
 
 def hooked(group):
     """Return how often hooks of the experts and of the shared expert ran, on rank 0 alone, and what they changed."""
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
     seen, losses = [], []
     with expert_parallel(2):
         for chunks in (1, 4):
@@ -370,7 +331,6 @@ def test_hooks_on_one_rank_run_once_for_each_group(ranks):
 def measured(group, options):
     """Train plain and with COC_PARALLEL_NUM=auto; return what differs, and in how many groups exchanges ran."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron_moe import expert_parallel
 
     with expert_parallel(2):
         plain, _, _ = train(options, {"num_chunks": 1}, steps=1)
@@ -390,11 +350,6 @@ def test_auto_measures_at_the_first_call_and_leaves_no_trace(ranks, options):
 
 def verified(group, wrong):
     """Train with every call checked; return the report, or the message of the error."""
-    from megatron_cpu import next_token_loss
-    from megatron_moe import expert_parallel, moe_config, small_moe_gpt, tokens_of
-
-    import ascend_parallel
-
     with expert_parallel(2):
         ascend_parallel.configure(num_chunks=4, verify_every=1)
         model = small_moe_gpt(moe_config(**SHARED))

@@ -8,8 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from fused_gradients import install
 from layers import Layers, same
+from logged import logged
 from pool import on_ranks
+
+import ascend_parallel
 
 KERNELS = pytest.mark.parametrize(
     "settings",
@@ -118,25 +122,11 @@ def test_frozen_weights_frozen_inputs_and_a_given_weight(ranks, settings):
         assert {name: different for name, (different, _) in found.items() if different} == {}
 
 
-class Extension(types.ModuleType):
-    """Megatron's CUDA extension on a CPU: the same additions in the same order of steps."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x, dy, main_grad):
-        main_grad.add_(dy.t().matmul(x))
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
 def fusion(group, hooks, zero_out):
     """gradient_accumulation_fusion with main_grad, with and without DDP's flag."""
-    from megatron.core.tensor_parallel import layers as module
-
-    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
+    install()
     results = []
     with Layers(group.size(), gradient_accumulation_fusion=True) as layers:
-        import ascend_parallel
-
         for chunks in (1, 4):
             ascend_parallel.configure(num_chunks=chunks)
             for kind, shape in (("ColumnParallelLinear", (128, 2, 64)), ("RowParallelLinear", (128, 2, 32))):
@@ -168,13 +158,9 @@ def test_gradient_accumulation_fusion(ranks, hooks, zero_out):
 
 def deferred(group):
     """defer_embedding_wgrad_compute: activations and gradients are kept up to the limit."""
-    from megatron.core.tensor_parallel import layers as module
-
-    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
+    install()
     outcomes = []
     with Layers(group.size(), gradient_accumulation_fusion=True) as layers:
-        import ascend_parallel
-
         for chunks, limit in itertools.product((1, 4), (0, 1)):
             ascend_parallel.configure(num_chunks=chunks)
             activations, gradients = [], []
@@ -207,12 +193,11 @@ def test_deferred_embedding_weight_gradient(ranks):
     assert ranks(2).run(deferred)[0] == [2, 1, 2, 1]
 
 
-def autocast_layers(group):
+@on_ranks(2)
+def test_autocast_as_megatron(group):
     """Forward equals Megatron's. Megatron's row layer fails in backward under CPU autocast; the patched layer runs."""
     results = []
     with Layers(group.size()) as layers:
-        import ascend_parallel
-
         for kind, shape, bias in itertools.product(("Column", "Row"), [(128, 2)], (False, True)):
             outputs = []
             for chunks in (1, 4):
@@ -224,25 +209,12 @@ def autocast_layers(group):
                     outputs.append(layer(x)[0])
             outputs[1].float().square().sum().backward()
             results.append(same(*outputs) and x.grad.dtype == layer.weight.grad.dtype == torch.float32)
-    return results
+    assert results == [True] * 4
 
 
-def test_autocast_as_megatron(ranks):
-    assert ranks(2).run(autocast_layers) == [[True] * 4] * 2
-
-
-def uncovered(group, caplog=None):
+def uncovered(group):
     """A call that is not covered runs the original forward, and the reason is logged once."""
-    import logging
-
-    import ascend_parallel
-
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
-    results = {}
-    with Layers(group.size()) as layers:
+    with Layers(group.size()) as layers, logged() as lines:
         ascend_parallel.configure(num_chunks=4)
         ascend_parallel.ops.COUNTS.clear()
         expert = layers.make("RowParallelLinear", (64, 96), is_expert=True, skip_bias_add=True)
@@ -258,9 +230,7 @@ def uncovered(group, caplog=None):
         for weight, message in ((None, "weight was not supplied"), (torch.randn(3, 3), "not .* as expected")):
             with pytest.raises(RuntimeError, match=message):
                 no_weight(torch.randn(64, 2, 64), weight=weight)
-        results["counts"] = ascend_parallel.ops.COUNTS.as_dict()
-    results["lines"] = lines
-    return results
+        return {"counts": ascend_parallel.ops.COUNTS.as_dict(), "lines": lines}
 
 
 def test_what_is_not_covered_goes_to_the_original(ranks):
@@ -278,8 +248,6 @@ def test_what_is_not_covered_goes_to_the_original(ranks):
 def test_conflicting_features_are_refused_by_name(group):
     import sys
 
-    import ascend_parallel
-
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=4)
         for name in ("tp_comm_overlap", "use_ascend_mc2", "optimize_recomp_communication_level"):
@@ -296,11 +264,10 @@ def test_conflicting_features_are_refused_by_name(group):
             del sys.modules["megatron.training.global_vars"]
 
 
-def whole_modules(group):
+@on_ranks(2)
+def test_state_dict_and_deepcopy_as_unpatched(group):
     """state_dict, deepcopy and pickling as unpatched: the patch adds nothing to the layers."""
     import copy
-
-    import ascend_parallel
 
     outcomes = []
     with Layers(group.size()) as layers:
@@ -315,17 +282,11 @@ def whole_modules(group):
                 copied = type(error)
             layer.load_state_dict(state)
             outcomes.append((sorted(state), sorted(vars(layer)), copied if isinstance(copied, type) else "copied"))
-    return outcomes
-
-
-def test_state_dict_and_deepcopy_as_unpatched(ranks):
-    for plain, patched in ranks(2).run(whole_modules):
-        assert plain == patched
+    plain, patched = outcomes
+    assert plain == patched
 
 
 def covered(group):
-    import ascend_parallel
-
     class TELinear(torch.nn.Linear):
         """Stands for a TransformerEngine layer, which derives from no layer of Megatron."""
 
@@ -347,9 +308,9 @@ def test_coverage_is_said(ranks):
     assert off == f"0 of 1 linear layers covered (1 ColumnParallelLinear: {why})"
 
 
-def steps_to_the_kernel(group):
-    """Return the functions from a patched layer's forward down to its kernel, as a debugger steps through them."""
-    import ascend_parallel
+@on_ranks(2)
+def test_nothing_stands_between_a_layer_and_its_kernel(group):
+    """Eight frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
     from ascend_parallel.ops import chunked
 
     steps = {}
@@ -371,19 +332,13 @@ def steps_to_the_kernel(group):
         ascend_parallel.configure(num_chunks=4)
         layers.make("RowParallelLinear")(torch.randn(64, 2, 48))
         layers.make("ColumnParallelLinear", config={"sequence_parallel": True})(torch.randn(64, 2, 96))
-    return steps
-
-
-def test_nothing_stands_between_a_layer_and_its_kernel(ranks):
-    """Eight frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
-    for steps in ranks(2).run(steps_to_the_kernel):
-        assert steps == {
-            "matmul_all_reduce": [
-                *("forward", "_row", "run_row", "apply", "forward", "row_forward"),
-                *("start_matmul_all_reduce", "matmul_all_reduce"),
-            ],
-            "all_gather_matmul": [
-                *("forward", "_column", "run_column", "apply", "forward", "column_forward"),
-                *("run_all_gather_matmul", "all_gather_matmul"),
-            ],
-        }
+    assert steps == {
+        "matmul_all_reduce": [
+            *("forward", "_row", "run_row", "apply", "forward", "row_forward"),
+            *("start_matmul_all_reduce", "matmul_all_reduce"),
+        ],
+        "all_gather_matmul": [
+            *("forward", "_column", "run_column", "apply", "forward", "column_forward"),
+            *("run_all_gather_matmul", "all_gather_matmul"),
+        ],
+    }

@@ -2,6 +2,7 @@
 
 import pytest
 from gpt_training import both, train
+from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
 from ascend_parallel.ops import shm
 
@@ -14,7 +15,6 @@ SMALL = {2: {}, 3: {"hidden": 96, "heads": 3, "vocab": 258}, 4: {}}  # sizes tha
 def losses(group, options, variants):
     """Train once with each of `variants`, from the same initial weights."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     found = []
     with megatron_on_cpu():
@@ -53,13 +53,10 @@ def test_deterministic_runs_have_the_same_losses_by_every_kernel(ranks, count):
         assert all(run == found[0] for run in found)
 
 
-def fused_and_plain(group, options):
-    return both(group, {**options, "settings": {**FUSED, "num_chunks": 1}})
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_train_with_megatrons_bits(ranks, sequence_parallel):
-    for found in ranks(2).run(fused_and_plain, {"sequence_parallel": sequence_parallel}):
+    options = {"sequence_parallel": sequence_parallel, "settings": {**FUSED, "num_chunks": 1}}
+    for found in ranks(2).run(both, options):
         assert found["losses"][0] == found["losses"][1]
         assert found["different"] == []
         assert found["counts"]

@@ -66,39 +66,3 @@ def test_more_ranks_train_alike(ranks, count):
         assert found["worst"] < 1e-5
         for plain, overlapped in zip(*found["losses"], strict=True):
             assert float.fromhex(plain) == pytest.approx(float.fromhex(overlapped), rel=1e-6)
-
-
-def data_parallel(group):
-    """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron_cpu import (
-        end_model_parallel,
-        megatron_on_cpu,
-        next_token_loss,
-        small_gpt,
-        start_model_parallel,
-    )
-
-    import ascend_parallel
-
-    gradients = []
-    with megatron_on_cpu():
-        start_model_parallel(2)
-        for chunks in (1, 4):
-            ascend_parallel.configure(num_chunks=chunks)
-            model = small_gpt(seq=64, sequence_parallel=True)
-            config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=20000)
-            wrapped = DistributedDataParallel(model.config, config, model)
-            for step in range(2):
-                wrapped.zero_grad_buffer()
-                torch.manual_seed(step + 10 * parallel_state.get_data_parallel_rank())
-                next_token_loss(wrapped, torch.randint(256, (4, 65))).backward()
-                wrapped.finish_grad_sync()
-            gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
-        end_model_parallel()
-    return all(map(torch.equal, *gradients)) and all(bool(g.abs().sum() > 0) for g in gradients[1])
-
-
-def test_ddp_with_overlapped_gradient_reduction(ranks):
-    assert ranks(4).run(data_parallel) == [True] * 4

@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from layers import Layers, same
+from pool import on_ranks
+
+import ascend_parallel
 
 
 def plain_and_overlapped(layers, make, x, use=lambda layer, x: layer(x)):
     """Run a freshly made layer unpatched, then patched; return output and input gradient of both, and what ran."""
-    import ascend_parallel
-
     runs = []
     for chunks in (1, 4):
         ascend_parallel.configure(num_chunks=chunks)
@@ -24,7 +25,8 @@ def plain_and_overlapped(layers, make, x, use=lambda layer, x: layer(x)):
     return [same(a, b) for a, b in zip(*runs, strict=True)], ascend_parallel.ops.COUNTS.as_dict()
 
 
-def replaced_below_forward(group):
+@on_ranks(2)
+def test_what_was_replaced_below_forward_stays_in_force(group):
     """Quantisers (NVIDIA ModelOpt) replace functions that forward calls; the layer must run their replacements."""
     from megatron.core.tensor_parallel import layers as module
 
@@ -54,11 +56,7 @@ def replaced_below_forward(group):
             for make in (global_replaced, method_overridden):
                 found.append(plain_and_overlapped(layers, make, x)[0])
                 module.linear_with_grad_accumulation_and_async_allreduce = original
-    return found
-
-
-def test_what_was_replaced_below_forward_stays_in_force(ranks):
-    assert ranks(2).run(replaced_below_forward) == [[[True, True]] * 4] * 2
+    assert found == [[True, True]] * 4
 
 
 AUTOGRAD = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -81,8 +79,6 @@ def replaced_in_autograd(group):
     """MindSpeed's QAT replaces the autograd function's methods; its moe-fb-overlap replaces only the backward."""
     from megatron.core.tensor_parallel import layers as module
     from megatron.core.tensor_parallel import mappings
-
-    import ascend_parallel
 
     linear, reduce = getattr(module, AUTOGRAD), mappings._ReduceFromModelParallelRegion
     forward, backward = linear.forward, linear.backward
@@ -152,7 +148,8 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
         assert found["none"] == "1 of 1 linear layers covered"
 
 
-def reduced_by_the_mapping(group):
+@on_ranks(2)
+def test_input_gradients_that_the_mapping_reduces(group):
     """If a layer does not reduce its input gradient itself, Megatron's mapping of the input does."""
     found = []
     with Layers(group.size()) as layers:
@@ -170,17 +167,14 @@ def reduced_by_the_mapping(group):
         torch.manual_seed(0)
         for make in (without_its_own, toggled_for_inference):
             found.append(plain_and_overlapped(layers, make, torch.randn(128, 96)))
-    return found
+    for equal, counts in found:
+        assert equal == [True, True]
+        assert counts["matmul_all_reduce"]["chunks"] == 4
 
 
-def test_input_gradients_that_the_mapping_reduces(ranks):
-    for found in ranks(2).run(reduced_by_the_mapping):
-        for equal, counts in found:
-            assert equal == [True, True]
-            assert counts["matmul_all_reduce"]["chunks"] == 4
-
-
-def compiled(group):
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_layers(group):
     """torch.compile of a patched layer breaks the graph as for an unpatched layer, and computes the same."""
     warnings.simplefilter("ignore")
     with Layers(group.size()) as layers:
@@ -190,34 +184,13 @@ def compiled(group):
         def use(layer, x):
             return torch.compile(layer, backend="eager")(x)
 
-        return plain_and_overlapped(layers, lambda layers: layers.make("RowParallelLinear"), x, use)[0]
+        same_bits, _ = plain_and_overlapped(layers, lambda layers: layers.make("RowParallelLinear"), x, use)
+    assert same_bits == [True, True]
 
 
-@pytest.mark.slow
-def test_compiled_layers(ranks):
-    assert ranks(2).run(compiled) == [[True, True]] * 2
-
-
-def one_rank_only(group):
-    """A single rank can run a forward that communicates nothing."""
-    import ascend_parallel
-
-    with Layers(group.size()) as layers:
-        ascend_parallel.configure(num_chunks=4)
-        if group.rank() == 0:
-            layers.make("ColumnParallelLinear")(torch.randn(64, 96))
-        torch.distributed.barrier(group)
-    return True
-
-
-def test_a_column_layer_is_run_by_one_rank_alone(ranks):
-    assert ranks(2).run(one_rank_only) == [True, True]
-
-
-def one_rank_ahead(group):
+@on_ranks(2)
+def test_what_one_rank_did_alone_is_not_compared(group):
     """A run or a configure() of a single rank leaves no settings for which the other ranks must wait."""
-    import ascend_parallel
-
     with Layers(group.size()) as layers:
         column, row = layers.make("ColumnParallelLinear"), layers.make("RowParallelLinear")
         if group.rank() == 0:
@@ -227,11 +200,6 @@ def one_rank_ahead(group):
         for chunks in (8, 4):
             ascend_parallel.configure(num_chunks=chunks)
             row(torch.randn(64, 48))
-    return True
-
-
-def test_what_one_rank_did_alone_is_not_compared(ranks):
-    assert ranks(2).run(one_rank_ahead) == [True, True]
 
 
 def handed_a_group(group):
@@ -253,7 +221,8 @@ def test_a_group_of_its_own(ranks):
         assert found is None or (found[0] == [True, True] and found[1]["matmul_all_reduce"]["chunks"] == 4)
 
 
-def experts(group):
+@on_ranks(2)
+def test_expert_layers(group):
     """Expert layers with and without a separate tensor-parallel group, as configured."""
     found = {}
     with Layers(group.size()) as layers:
@@ -263,35 +232,24 @@ def experts(group):
             found[kind] = plain_and_overlapped(
                 layers, lambda layers, kind=kind, extra=extra: layers.make(kind, is_expert=True, **extra), x
             )
-    return found
+    assert [equal for equal, _ in found.values()] == [[True, True]] * 2
 
 
-def test_expert_layers(ranks):
-    for found in ranks(2).run(experts):
-        assert [equal for equal, _ in found.values()] == [[True, True]] * 2
-
-
-def frozen_weight_with_a_bias(group):
+@on_ranks(2)
+def test_a_bias_beside_a_frozen_weight_gets_its_gradient(group):
     """Megatron returns no gradient for it; a patched layer does (docs/decisions/0008-bias-of-a-frozen-weight.md)."""
-    import ascend_parallel
-
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=4)
         layer = layers.make("ColumnParallelLinear")
         layer.weight.requires_grad_(False)
         y, _ = layer(torch.randn(64, 96, requires_grad=True))
         y.sum().backward()
-        return torch.equal(layer.bias.grad, torch.full_like(layer.bias, 64))
+        assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, 64))
 
 
-def test_a_bias_beside_a_frozen_weight_gets_its_gradient(ranks):
-    assert ranks(2).run(frozen_weight_with_a_bias) == [True, True]
-
-
-def odd_inputs(group):
+@on_ranks(2)
+def test_odd_inputs_through_the_layers(group):
     """M = 0, fewer rows than chunks, wrong sizes and dtypes, through the layers."""
-    import ascend_parallel
-
     shapes = []
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=8)
@@ -311,16 +269,11 @@ def odd_inputs(group):
                     layer(torch.randn(64, 2, layer.weight.shape[1], dtype=torch.float64))
         with pytest.raises(ValueError, match=r"63, is not divisible by the 2 ranks"):
             row(torch.randn(63, 2, 48))
-    return shapes
+    assert shapes == [(True, True)] * 6
 
 
-def test_odd_inputs_through_the_layers(ranks):
-    assert ranks(2).run(odd_inputs) == [[(True, True)] * 6] * 2
-
-
-def without_gradients(group):
-    import ascend_parallel
-
+@on_ranks(2)
+def test_no_grad_inference_mode_and_retain_graph(group):
     found = []
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=4)
@@ -334,25 +287,7 @@ def without_gradients(group):
         once = layer.weight.grad.clone()
         loss.backward()
         found.append(torch.equal(layer.weight.grad, 2 * once))
-    return found
-
-
-def test_no_grad_inference_mode_and_retain_graph(ranks):
-    assert ranks(2).run(without_gradients) == [[True] * 3] * 2
-
-
-def shims(group):
-    """The CPU shims act only inside their context."""
-    from megatron_cpu import megatron_on_cpu
-
-    before = torch.cuda.current_device, torch.cuda.get_rng_state
-    with megatron_on_cpu(), megatron_on_cpu(schedules=True):
-        assert str(torch.cuda.current_device()) == "cpu"
-    return before == (torch.cuda.current_device, torch.cuda.get_rng_state)
-
-
-def test_the_shims_are_taken_back(ranks):
-    assert ranks(2).run(shims) == [True, True]
+    assert found == [True] * 3
 
 
 def test_fake_groups_need_no_agreement():

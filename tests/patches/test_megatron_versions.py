@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from layers import Layers
+from pool import on_ranks
 
+import ascend_parallel
 from ascend_parallel.patches.base import PatchError, in_range, version_tuple
 from ascend_parallel.patches.megatron import LAYERS, NEWEST, VERSIONS, installed_version, patch_set
 from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION, uncovered_column, uncovered_layer
@@ -42,8 +44,6 @@ def test_an_unknown_parameter_below_forward_is_refused(monkeypatch, name):
 
 def later_features(group):
     """Call layers that have an attribute of a later Megatron-core; return the reasons and what ran overlapped."""
-    import ascend_parallel
-
     found = {}
     with Layers(group.size()) as layers:
         ascend_parallel.configure(num_chunks=4)
@@ -96,10 +96,11 @@ class FsdpParameter(torch.nn.Parameter):
         return self.buffers[-1]
 
 
-def fsdp_gradients(group):
-    """Return the gradient buffers of layers of Megatron-FSDP, unpatched and patched."""
-    import ascend_parallel
-
+@pytest.mark.skipif(
+    not in_range(installed_version(), ">=0.14,<1"), reason="Megatron-FSDP is known to layers since 0.14"
+)
+@on_ranks(2)
+def test_gradients_of_megatron_fsdp(group):
     runs, counts = [], {}
     with Layers(group.size()) as layers:
         for chunks in (1, 4):
@@ -116,16 +117,9 @@ def fsdp_gradients(group):
                 buffers += layer.weight.buffers
             runs.append(buffers)
             counts = ascend_parallel.ops.COUNTS.as_dict()
-    return [torch.equal(a, b) for a, b in zip(*runs, strict=True)], bool(counts)
-
-
-@pytest.mark.skipif(
-    not in_range(installed_version(), ">=0.14,<1"), reason="Megatron-FSDP is known to layers since 0.14"
-)
-def test_gradients_of_megatron_fsdp(ranks):
-    for same, overlapped in ranks(2).run(fsdp_gradients):
-        assert same == [True, True]
-        assert overlapped
+    same, overlapped = [torch.equal(a, b) for a, b in zip(*runs, strict=True)], bool(counts)
+    assert same == [True, True]
+    assert overlapped
 
 
 def test_fsdp_gradients_that_transformer_engine_computes_are_left_to_it(monkeypatch):

@@ -14,7 +14,8 @@ import npu_wheel
 import pytest
 import torch
 import torch.distributed as dist
-from mindspeed_layers import BATCH, ROWS, WIDTH, K, compare, gathered, logged, pair
+from logged import logged
+from mindspeed_layers import BATCH, ROWS, WIDTH, K, compare, gathered, pair
 
 ON = {"COC_PARALLEL_NUM": "4"}
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", ["", "--sequence-parallel"], ids=["all-reduce", "sequence"])

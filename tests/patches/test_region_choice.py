@@ -1,13 +1,17 @@
 """COC_REGION=auto in a real GPT of megatron-core: the first passes decide, alike on all ranks; the bits stay."""
 
 import contextlib
-import logging
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from gpt_training import REGION, megatron, pipeline_step
+from logged import logged
+from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, small_gpt
+from pool import on_ranks
 
+import ascend_parallel
 from ascend_parallel.patches.region_choice import TURNS
 
 AUTO = {**REGION, "region": "auto"}
@@ -38,8 +42,6 @@ def frozen_embedding(model, step):
 
 def evaluated(model, step):
     """Evaluate before every third step."""
-    from megatron_cpu import next_token_loss
-
     if step % 3 == 0:
         model.eval()
         with torch.no_grad():
@@ -49,8 +51,6 @@ def evaluated(model, step):
 
 def forgotten(model, step):
     """Run a forward whose backward never comes, before the first step."""
-    from megatron_cpu import next_token_loss
-
     if step == 0:
         next_token_loss(model, torch.ones(4, 65, dtype=torch.long))
 
@@ -60,10 +60,6 @@ def trained(settings, options, steps, before=nothing, micro_batches=1):
 
     before: called with the model and the step's number before each step.
     """
-    from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
-
-    import ascend_parallel
-
     ascend_parallel.configure(**settings)
     model = small_gpt(seq=64, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -88,15 +84,8 @@ def observed(clock=None):
     """Replace the clock, if one is given; give the lines that are logged about the choice."""
     from ascend_parallel.patches import region_choice
 
-    said, handler, real = [], logging.Handler(), region_choice.now
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
-    region_choice.now = clock or real
-    try:
+    with logged() as said, mock.patch.object(region_choice, "now", clock or region_choice.now):
         yield said
-    finally:
-        region_choice.now = real
-        logging.getLogger("ascend_parallel").removeHandler(handler)
 
 
 def decided(group, shares, options, more=None):
@@ -237,12 +226,10 @@ def test_a_configuration_without_regions_is_not_timed(ranks):
     assert not on
 
 
-def stages(group):
+@pytest.mark.slow
+@on_ranks(4)
+def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(group):
     """Two pipeline stages of two tensor-parallel ranks, whose regions seem slow on the second."""
-    from megatron_cpu import megatron_on_cpu, small_gpt
-
-    import ascend_parallel
-
     runs = []
     with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):
         last = dist.get_rank() >= 2
@@ -258,12 +245,7 @@ def stages(group):
                     losses += pipeline_step(model, batches)
                     ways.append(ascend_parallel.ops.COUNTS.as_dict().get("region", {"calls": 0})["calls"])
             runs.append([*losses, *(parameter.grad for parameter in model.parameters())])
-        return all(map(torch.equal, *runs)), last, ways
-
-
-@pytest.mark.slow
-def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(ranks):
-    for same, last, ways in ranks(4).run(stages):
+        same = all(map(torch.equal, *runs))
         assert same
         assert len(ways) == 12
         # The first stage holds two forwards at once; the last ends every micro-batch before the next.

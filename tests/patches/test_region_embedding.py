@@ -5,6 +5,9 @@ import torch
 import torch.nn.functional as F
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import REGION, megatron
+from pool import on_ranks
+
+import ascend_parallel
 
 VOCAB, HIDDEN, TOKENS = 1200, 256, 768
 
@@ -47,8 +50,6 @@ def embedding(group, batch, **options):
 
 def against_truth(group, batch, options, hooked=None, late=False):
     """Return the bits that differ from plain, the worst error, the chunks, and the shapes that a hook has seen."""
-    import ascend_parallel
-
     found, seen = [], []
     with megatron(group.size()):
         from megatron.core import parallel_state
@@ -105,10 +106,9 @@ def test_a_hook_on_one_rank_sees_finished_rows_and_changes_no_collective(ranks, 
         assert seen == ([((rows, HIDDEN), True)] * 2 if rank else [])
 
 
-def few_rows(group):
+@on_ranks(2)
+def test_where_no_rows_can_be_left_the_original_runs(group):
     """Without regions, with too few rows or COC_MODE=1, the original runs."""
-    import ascend_parallel
-
     counts = []
     with megatron(group.size()):
         from megatron.core import parallel_state
@@ -119,8 +119,4 @@ def few_rows(group):
             found, truth = embedding(parallel_state.get_tensor_model_parallel_group(), 1)
             counts.append(ascend_parallel.ops.COUNTS.as_dict().get("region embedding"))
             assert torch.allclose(found[0], truth[0].float(), atol=1e-4)
-    return counts
-
-
-def test_where_no_rows_can_be_left_the_original_runs(ranks):
-    assert ranks(2).run(few_rows) == [[None] * 3] * 2
+    assert counts == [None] * 3

@@ -7,7 +7,10 @@ import pytest
 import torch
 from delayed_collectives import delayed_collectives
 from gpt_training import LLAMA, REGION, megatron
+from megatron_cpu import next_token_loss, small_gpt
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ascend_parallel
 
 
 def tokens(seed):
@@ -19,8 +22,6 @@ def gradients(model):
 
 
 def trained(model, around=contextlib.nullcontext):
-    from megatron_cpu import next_token_loss
-
     with around():
         loss = next_token_loss(model, tokens(1))
     loss.backward()
@@ -34,8 +35,6 @@ def copied_when_saved(model):
 
 def checkpointed(model, **options):
     """Every chunk's activation has a graph of its own, and none of them may run the forward again."""
-    from megatron_cpu import next_token_loss
-
     calls = []
 
     def run(batch):
@@ -50,8 +49,6 @@ def checkpointed(model, **options):
 
 def unchecked(model):
     """Megatron-core's loss changes logits in place, which a selective checkpoint would have kept: compare without."""
-    import ascend_parallel
-
     if ascend_parallel.status().settings.num_chunks == 1:
         return checkpointed(model)
     kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
@@ -84,8 +81,6 @@ def functional(model):
 def evaluated(mode):
     def run(model):
         """Evaluate before every step."""
-        from megatron_cpu import next_token_loss
-
         found = []
         for step in range(2):
             model.eval()
@@ -114,10 +109,6 @@ HABITS = {
 
 def compared(group, habit, options):
     """Return the counts of regions, and which of loss and gradients have other bits than without overlap."""
-    from megatron_cpu import small_gpt
-
-    import ascend_parallel
-
     runs = []
     with megatron(group.size()):
         for settings in ({"num_chunks": 1}, REGION):

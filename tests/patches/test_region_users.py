@@ -11,7 +11,11 @@ import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import REGION, megatron
+from megatron_cpu import next_token_loss, small_gpt
+from pool import on_ranks
 from torch.nn.modules import module as modules
+
+import ascend_parallel
 
 SCALE = 1.01
 
@@ -111,8 +115,6 @@ def another_residual(model, seen):
 
 @contextlib.contextmanager
 def recorded_with_global_hooks(model, seen):
-    import ascend_parallel
-
     handle = modules.register_module_forward_pre_hook(lambda module, args: scaled(args))
     import tempfile
 
@@ -162,8 +164,6 @@ def tokens():
 
 
 def trained(model, habit, seen):
-    from megatron_cpu import next_token_loss
-
     with habit(model, seen):
         loss = next_token_loss(model, tokens())
         loss.backward()
@@ -171,28 +171,21 @@ def trained(model, habit, seen):
     return [loss, *(parameter.grad for parameter in model.parameters())]
 
 
-def compared(group, habit, options):
-    """Return which of loss and gradients have other bits than without overlap, and whether as much was seen."""
-    from megatron_cpu import small_gpt
-
-    import ascend_parallel
-
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("habit", HABITS)
+@on_ranks(2)
+def test_wrappers_see_finished_numbers(group, habit, sequence_parallel):
     runs, seen = [], []
     with megatron(group.size()):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
             seen.append([])
             with delayed_collectives() if runs else contextlib.nullcontext():
-                runs.append(trained(small_gpt(**options), HABITS[habit], seen[-1]))
-    unlike = [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
-    return unlike, seen[0] == seen[1], DelayedWork.unfinished
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("habit", HABITS)
-def test_wrappers_see_finished_numbers(ranks, habit, sequence_parallel):
-    assert ranks(2).run(compared, habit, {"sequence_parallel": sequence_parallel}) == [([], True, 0)] * 2
+                runs.append(trained(small_gpt(sequence_parallel=sequence_parallel), HABITS[habit], seen[-1]))
+    assert [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)] == []
+    assert seen[0] == seen[1]
+    assert DelayedWork.unfinished == 0
 
 
 @contextlib.contextmanager
@@ -268,39 +261,29 @@ ON_ONE_RANK = {
 }
 
 
-def one_rank(group, habit, options):
+@pytest.mark.sample(5)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("habit", ON_ONE_RANK)
+@on_ranks(2)
+def test_a_habit_of_one_rank_costs_time_and_nothing_else(group, habit, sequence_parallel):
     """Two steps, of which the second meets shapes whose bits have been probed; the habit is rank 0's alone."""
-    from megatron_cpu import small_gpt
-
-    import ascend_parallel
-
     runs = []
     with megatron(group.size()):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
-            model = small_gpt(**options)
+            model = small_gpt(sequence_parallel=sequence_parallel)
             mine = ON_ONE_RANK[habit] if group.rank() == 0 else lambda model: contextlib.nullcontext()
             for _ in range(2):
                 model.zero_grad(set_to_none=True)
                 found = trained(model, lambda model, seen: mine(model), [])  # noqa: B023
             runs.append(found)
-    return [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)]
+    assert [place for place, (a, b) in enumerate(zip(*runs, strict=True)) if not torch.equal(a, b)] == []
 
 
-@pytest.mark.sample(5)
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("habit", ON_ONE_RANK)
-def test_a_habit_of_one_rank_costs_time_and_nothing_else(ranks, habit, sequence_parallel):
-    assert ranks(2).run(one_rank, habit, {"sequence_parallel": sequence_parallel}) == [[], []]
-
-
-def frozen(group):
+@on_ranks(2)
+def test_checked_runs_with_frozen_layers(group):
     """COC_VERIFY with the lower layers frozen."""
-    from megatron_cpu import next_token_loss, small_gpt
-
-    import ascend_parallel
-
     runs = []
     with megatron(group.size()):
         for settings in ({"num_chunks": 1}, {**REGION, "verify_every": 1}):
@@ -312,8 +295,6 @@ def frozen(group):
             loss.backward()
             runs.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
         report = ascend_parallel.verification()
-    return all(map(torch.equal, *runs)), report.passed, len(report.layers)
-
-
-def test_checked_runs_with_frozen_layers(ranks):
-    assert ranks(2).run(frozen) == [(True, True, 9)] * 2
+    assert all(map(torch.equal, *runs))
+    assert report.passed
+    assert len(report.layers) == 9

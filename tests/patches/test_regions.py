@@ -6,6 +6,10 @@ import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import LLAMA, REGION, both, megatron, pipeline_step, train
+from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
+from pool import on_ranks
+
+import ascend_parallel
 
 OPTIONS = {
     "gpt": {},
@@ -49,20 +53,18 @@ def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks,
         assert found["collectives"][0] == found["collectives"][1]
 
 
-def deterministic(group, sequence_parallel):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(3)
+def test_deterministic_runs_keep_their_bits_on_three_ranks(group, sequence_parallel):
     """Regions beside layers with COC_DETERMINISTIC=1, whose sums do not depend on the chunks."""
     options, runs = {"sequence_parallel": sequence_parallel, "hidden": 96, "heads": 3, "vocab": 258, "seq": 96}, []
     with megatron(group.size()):
         for region in (False, True):
             settings = {**REGION, "region": region, "deterministic": True}
             runs.append(train({**options, "settings": settings, "steps": 2}, overlap=True))
-    return runs[0][0] == runs[1][0], [n for n in runs[0][1] if not torch.equal(runs[0][1][n], runs[1][1][n])]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_deterministic_runs_keep_their_bits_on_three_ranks(ranks, sequence_parallel):
-    assert ranks(3).run(deterministic, sequence_parallel) == [(True, [])] * 3
+    assert runs[0][0] == runs[1][0]
+    assert [n for n in runs[0][1] if not torch.equal(runs[0][1][n], runs[1][1][n])] == []
 
 
 def unfinished_rows(group, options):
@@ -100,20 +102,20 @@ def test_more_ranks_train_alike(ranks, count, sequence_parallel):
             assert float.fromhex(plain) == pytest.approx(float.fromhex(overlapped), rel=1e-6)
 
 
-def data_parallel(group, distributed_optimizer):
+@pytest.mark.sample("False")
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@on_ranks(4)
+def test_ddp_with_overlapped_gradient_reduction(group, distributed_optimizer):
     """Megatron's DistributedDataParallel with overlapped gradient reduction, DP=2 x TP=2."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron_cpu import next_token_loss, small_gpt
-
-    import ascend_parallel
 
     gradients = []
     with megatron(2):
         for settings in ({"num_chunks": 1}, REGION):
             ascend_parallel.configure(**settings)
             ascend_parallel.ops.COUNTS.clear()
-            model = small_gpt(seq=64)
+            model = small_gpt(seq=64, sequence_parallel=distributed_optimizer)
             config = DistributedDataParallelConfig(
                 overlap_grad_reduce=True, bucket_size=20000, use_distributed_optimizer=distributed_optimizer
             )
@@ -128,21 +130,14 @@ def data_parallel(group, distributed_optimizer):
             gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
         counts = ascend_parallel.ops.COUNTS.as_dict()
     moved = all(bool(g.abs().sum() > 0) for g in gradients[1]) or distributed_optimizer
-    return all(map(torch.equal, *gradients)) and moved, counts["region"]["calls"]
+    assert all(map(torch.equal, *gradients)) and moved
+    assert counts["region"]["calls"] == 16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_ddp_with_overlapped_gradient_reduction(ranks, distributed_optimizer):
-    assert ranks(4).run(data_parallel, distributed_optimizer) == [(True, 16)] * 4
-
-
-def accumulated(group):
+@on_ranks(2)
+def test_gradient_accumulation_fusion(group):
     """gradient_accumulation_fusion: weight gradients go to main_grad, fc2's before fc1's, and hooks fire."""
     from megatron.core.tensor_parallel import layers as module
-    from megatron_cpu import next_token_loss, small_gpt
-
-    import ascend_parallel
 
     order, found = [], []
 
@@ -166,18 +161,12 @@ def accumulated(group):
             flags = [parameter.grad_added_to_main_grad for parameter in model.parameters()]
             found.append(([parameter.main_grad for parameter in model.parameters()], flags))
     same = all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
-    return same, found[0][1] == found[1][1], order[0] == order[1]
-
-
-def test_gradient_accumulation_fusion(ranks):
-    assert ranks(2).run(accumulated) == [(True, True, True)] * 2
+    assert same
+    assert found[0][1] == found[1][1]
+    assert order[0] == order[1]
 
 
 def recorded(group, folder, sequence_parallel):
-    from megatron_cpu import next_token_loss, small_gpt
-
-    import ascend_parallel
-
     with megatron(group.size()):
         ascend_parallel.configure(**REGION)
         model = small_gpt(sequence_parallel=sequence_parallel)
@@ -202,12 +191,12 @@ def test_a_timeline_shows_waits_and_chunks_where_they_ran(ranks, tmp_path, seque
         assert {"aten::add", "aten::native_layer_norm", "aten::gelu"} & {span.name for span in spans}
 
 
-def stages(group, sequence_parallel):
+@pytest.mark.sample("True")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(4)
+def test_pipeline_stages(group, sequence_parallel):
     """Two pipeline stages of two tensor-parallel ranks, three micro-batches in Megatron's own schedule."""
     from megatron.core import parallel_state
-    from megatron_cpu import megatron_on_cpu, small_gpt
-
-    import ascend_parallel
 
     runs, counts = [], []
     with megatron(2, pipeline_parallel=2), megatron_on_cpu(schedules=True):
@@ -223,10 +212,5 @@ def stages(group, sequence_parallel):
             counts.append(ascend_parallel.ops.COUNTS.as_dict())
         last = parallel_state.is_pipeline_last_stage()
     assert len(runs[0]) > 4 + 3 * last
-    return all(map(torch.equal, *runs)), counts[1]["region"]["calls"]
-
-
-@pytest.mark.sample("True")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_pipeline_stages(ranks, sequence_parallel):
-    assert ranks(4).run(stages, sequence_parallel) == [(True, 12)] * 4
+    assert all(map(torch.equal, *runs))
+    assert counts[1]["region"]["calls"] == 12

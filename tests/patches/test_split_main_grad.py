@@ -1,31 +1,23 @@
 """COC_SPLIT_WEIGHT_GRADIENT on Megatron-core's real row layer: main_grad, DDP's flag and FSDP's parameters."""
 
-import types
-
 import pytest
 import torch
+from fused_gradients import install
 from layers import Layers
+from pool import on_ranks
+
+import ascend_parallel
 
 SHAPE = (128, 2, 512)  # rows of the whole sequence, batch, this rank's inputs
 
 
-class Extension(types.ModuleType):
-    """Stands for Megatron's CUDA extension."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x, dy, main_grad):
-        main_grad.add_(dy.float().t().matmul(x.float()))
-
-
-def fused(group, owner, dtype):
+@pytest.mark.parametrize("owner", ["nobody", "DDP", "FSDP"])
+@on_ranks(2)
+def test_main_grad(group, owner):
     """Return whether the gradient was added to main_grad, the flag, and the largest relative error."""
-    from megatron.core.tensor_parallel import layers as module
-
-    module.fused_weight_gradient_mlp_cuda, module._grad_accum_fusion_available = Extension("extension"), True
+    install()
     found = []
-    with Layers(group.size(), gradient_accumulation_fusion=True, sequence_parallel=True, params_dtype=dtype) as layers:
-        import ascend_parallel
-
+    with Layers(group.size(), gradient_accumulation_fusion=True, sequence_parallel=True) as layers:
         for settings in ({"num_chunks": 1}, {"num_chunks": 4, "split_weight_gradient": True}):
             ascend_parallel.configure(**settings)
             layer = layers.make("RowParallelLinear", (SHAPE[-1] * group.size(), 96), skip_bias_add=True)
@@ -37,7 +29,7 @@ def fused(group, owner, dtype):
                 layer.weight.__fsdp_param__ = True
                 layer.weight.get_main_grad = lambda start=start: start.clone()
             torch.manual_seed(5 + group.rank())
-            x = torch.randn(SHAPE, dtype=dtype, requires_grad=True)
+            x = torch.randn(SHAPE, requires_grad=True)
             for _ in range(2):  # two micro-batches
                 layer(x)[0].square().sum().backward()
             flag = getattr(layer.weight, "grad_added_to_main_grad", None)
@@ -46,11 +38,5 @@ def fused(group, owner, dtype):
     (plain, *plain_rest, plain_dx), (split, *split_rest, split_dx) = found
     assert plain_rest == split_rest
     assert torch.equal(plain_dx, split_dx)
-    return torch.equal(plain, split), ((plain - split).abs().max() / plain.abs().max()).item()
-
-
-@pytest.mark.parametrize("owner", ["nobody", "DDP", "FSDP"])
-def test_main_grad(ranks, owner):
-    for same, error in ranks(2).run(fused, owner, torch.float32):
-        assert error < 2e-6
-        assert not same, "nothing was split"
+    assert (plain - split).abs().max() < 2e-6 * plain.abs().max()
+    assert not torch.equal(plain, split), "nothing was split"

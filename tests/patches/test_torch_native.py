@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hugging_face import both, unequal, whole, worst
+from hugging_face import both, checked, unequal, whole, worst
 from launch import launch
+from pool import on_ranks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
@@ -92,8 +91,8 @@ def test_batches(ranks, rows):
         assert ranks(2).run(sized, plan, {}, rows) == [[], []]
 
 
-def habits(group):
-    """Return the names that differ from plain, by habit."""
+@on_ranks(2)
+def test_habits_of_users_keep_plains_bits(group):
     found = {}
     for plan in ("plain", "sequence"):
         model = parallelised(group, plan)
@@ -114,14 +113,13 @@ def habits(group):
             ids = torch.randint(480, (2, 96))
             plain, overlapped = both(model, lambda model, ids=ids: {"y": whole(model(ids))})
         found[plan, "no gradients"] = unequal(plain, overlapped)
-    return {name: different for name, different in found.items() if different}
+    assert {name: different for name, different in found.items() if different} == {}
 
 
-def test_habits_of_users_keep_plains_bits(ranks):
-    assert ranks(2).run(habits) == [{}, {}]
-
-
-def sharded(group, plan):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("plan", ["sequence", "plain"])
+@on_ranks(4)
+def test_with_fsdp_on_two_by_two(group, plan):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ascend_parallel.configure(num_chunks=4)
     model = parallel(decoder(), mesh["tp"], plan)
@@ -129,58 +127,13 @@ def sharded(group, plan):
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     before = sum(calls().values())
-    return unequal(*both(model, step)), sum(calls().values()) - before
+    different, made = unequal(*both(model, step)), sum(calls().values()) - before
+    assert different == []
+    assert made == (14 if plan == "plain" else 18)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("plan", ["sequence", "plain"])
-def test_with_fsdp_on_two_by_two(ranks, plan):
-    for different, made in ranks(4).run(sharded, plan):
-        assert different == []
-        assert made == (14 if plan == "plain" else 18)
-
-
-class Peeks(torch.nn.Module):
-    """Reads what it is given beside its column layer, as local rows and through DTensor's operators."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.last = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64, bias=False)
-
-    def forward(self, x):
-        assert x.shape == (2, 48, 64)
-        scale = x.to_local().abs().sum(dim=(1, 2), keepdim=True).detach()
-        return self.last(torch.relu(self.first(x)) / scale) + 0 * (x * 2).sum().full_tensor()
-
-
-def peeked(group):
-    mesh = init_device_mesh("cpu", (group.size(),))
-    ascend_parallel.configure(num_chunks=4)
-    rows = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    styles = {"": PrepareModuleInput(**rows), "first": ColwiseParallel(), "last": RowwiseParallel()}
-    model = parallelize_module(Peeks(), mesh, styles)
-
-    def run(model):
-        model.zero_grad()
-        x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7)).chunk(2, 1)[group.rank()]
-        x = x.clone().requires_grad_()
-        y = whole(model(x))
-        y.square().sum().backward()
-        return {
-            "y": y.detach(),
-            "dx": x.grad.clone(),
-            **{n: whole(p.grad).clone() for n, p in model.named_parameters()},
-        }
-
-    return unequal(*both(model, run))
-
-
-def test_a_module_that_reads_its_gathered_input_itself(ranks):
-    assert ranks(2).run(peeked) == [[], []]
-
-
-def covered(group):
+@on_ranks(2)
+def test_a_class_of_later_multiplies_between_the_collectives_of_the_layer(group):
     class LoraLinear(torch.nn.Linear):
         pass
 
@@ -189,38 +142,21 @@ def covered(group):
     model.layers[0].attention.wk.__class__ = LoraLinear
     ascend_parallel.configure(num_chunks=4)
     other = str(ascend_parallel.coverage(model))
-    return on, other, unequal(*both(model, step))
-
-
-def test_a_class_of_later_multiplies_between_the_collectives_of_the_layer(ranks):
-    for on, other, different in ranks(2).run(covered):
-        assert on == "15 of 15 linear layers covered"
-        assert other.startswith("14 of 15 linear layers covered (1 LoraLinear: its class is test_torch_native.")
-        assert different == []
-
-
-def checked(group, plan):
-    """Return the error of a step with a fault planted on one rank, after a checked step without."""
-    model = parallelised(group, plan)
-    ascend_parallel.configure(num_chunks=4, verify_every=1)
-    step(model)
-    right = linear_call.run_column
-    linear_call.run_column = lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
-    try:
-        step(model)
-        return ""
-    except ascend_parallel.VerificationError as error:
-        return str(error)
-    finally:
-        linear_call.run_column = right
-        ascend_parallel.configure(num_chunks=1, verify_every=0)
+    different = unequal(*both(model, step))
+    assert on == "15 of 15 linear layers covered"
+    assert other.startswith("14 of 15 linear layers covered (1 LoraLinear: its class is test_torch_native.")
+    assert different == []
 
 
 @pytest.mark.sample("layers")
 @pytest.mark.parametrize("plan", ["plain", "layers"])
-def test_verification_finds_a_planted_fault(ranks, plan):
-    for error in ranks(2).run(checked, plan):
-        assert "is wrong on rank 1" in error
+@on_ranks(2)
+def test_verification_finds_a_planted_fault(group, plan):
+    def wrong(right):
+        return lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
+
+    _, error = checked(parallelised(group, plan), step, linear_call, "column_linear", wrong)
+    assert "is wrong on rank 1" in error
 
 
 USES = {  # what a user's code runs the forward and backward in
@@ -232,8 +168,11 @@ USES = {  # what a user's code runs the forward and backward in
 }
 
 
-def verified(group, plan, use, batch):
-    """Return what a checked step changes, the checked backwards, and the notes."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("plan", "batch"), [("plain", 2), ("layers", 2), ("layers", 1)])
+@on_ranks(2)
+def test_a_check_sees_the_operands_that_the_layer_sees(group, plan, use, batch):
     model = parallelised(group, plan, layers=1, bias=True)
     steps = []
     for every in (0, 1):
@@ -243,16 +182,10 @@ def verified(group, plan, use, batch):
     report = ascend_parallel.verification()
     LEDGER.clear()
     ascend_parallel.configure(num_chunks=1, verify_every=0)
-    return unequal(*steps), sum(layer.backwards for layer in report.layers), report.notes
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("plan", "batch"), [("plain", 2), ("layers", 2), ("layers", 1)])
-def test_a_check_sees_the_operands_that_the_layer_sees(ranks, plan, use, batch):
-    for different, backwards, notes in ranks(2).run(verified, plan, use, batch):
-        assert (different, notes) == ([], [])
-        assert backwards >= 2  # both row layers at least
+    different, backwards, notes = unequal(*steps), sum(layer.backwards for layer in report.layers), report.notes
+    assert different == []
+    assert notes == []
+    assert backwards >= 2  # both row layers at least
 
 
 def recorded(group, folder):
@@ -288,8 +221,10 @@ def test_tuning_measures_the_shapes(ranks, tmp_path, plan):
     assert shapes >= 3
 
 
-def kept_whole(group, plan):
-    """Return what differs from plain where tuning keeps every matmul whole, and the overlapped calls."""
+@pytest.mark.sample("plain")
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@on_ranks(2)
+def test_what_tuning_keeps_whole_runs_as_torch_does(group, plan):
     model = parallelised(group, plan)
     before = calls()
 
@@ -302,13 +237,8 @@ def kept_whole(group, plan):
         different = unequal(*both(model, step, num_chunks="auto"))
     finally:
         Tuner.settings_for = own
-    return different, calls() == before
-
-
-@pytest.mark.sample("plain")
-@pytest.mark.parametrize("plan", ["plain", "sequence"])
-def test_what_tuning_keeps_whole_runs_as_torch_does(ranks, plan):
-    assert ranks(2).run(kept_whole, plan) == [([], True)] * 2
+    assert different == []
+    assert calls() == before
 
 
 SIMULATED_RANKS = """

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 import ascend_parallel
-from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches.base import version_tuple
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import both, load, step, tokens, unequal, whole, worst, write
+from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
 
 AS_TRIED = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -22,24 +21,16 @@ AS_TRIED = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    folder, written = tmp_path_factory.mktemp("models"), {}
-
-    def of(name, **changes):
-        key = (name, *changes.items())
-        if key not in written:
-            written[key] = write(folder / str(len(written)), name, **changes)
-        return written[key]
-
-    return of
+    return Written(tmp_path_factory.mktemp("models"))
 
 
 def trained(group, path, dtype, micro_batches):
     """Return the unequal names, the worst error against the whole model in float64, and the overlapped calls."""
     model, truth = load(group, path, dtype), load(group, path, torch.float64, tensor_parallel=False)
-    before = COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"]
+    before = count_of("matmul_all_reduce")
     plain, overlapped = both(model, lambda model: step(model, micro_batches))
     right = step(truth, micro_batches)
-    calls = COUNTS.as_dict()["matmul_all_reduce"]["calls"] - before
+    calls = count_of("matmul_all_reduce") - before
     tied = [name for name in right if name not in plain]
     return unequal(plain, overlapped), worst(overlapped, {n: v for n, v in right.items() if n not in tied}), calls
 
@@ -77,30 +68,15 @@ def test_16_bits(ranks, path, name):
         assert error < 0.1, where
 
 
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
-
-
-def sized(group, path):
-    model = load(group, path)
-    return unequal(*both(model, step))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("hidden", "inner"), [(1024, 2816), (2048, 8192)])
-def test_sizes_of_real_layers(ranks, path, hidden, inner):
-    found = path("Llama", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, **HEADS)
-    assert ranks(2).run(sized, found) == [[], []]
-
-
 def generated(group, path):
     model = load(group, path).eval()
     ids = tokens()[:1]
     calls = []
 
     def run(model):
-        before = COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"]
+        before = count_of("matmul_all_reduce")
         out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-        calls.append(COUNTS.as_dict().get("matmul_all_reduce", {"calls": 0})["calls"] - before)
+        calls.append(count_of("matmul_all_reduce") - before)
         return {"tokens": out}
 
     return unequal(*both(model, run)), calls
@@ -203,31 +179,19 @@ def test_features_that_ranks_share_unevenly_are_left(ranks, path):
         assert different == []
 
 
-def checked(group, path):
-    """Return the report of a checked step, and the error of a step with a fault planted on one rank."""
+def with_a_fault(group, path):
     from ascend_parallel.patches import linear_call
 
-    model = load(group, path)
-    ascend_parallel.configure(num_chunks=4, verify_every=1)
-    step(model)
-    report = str(ascend_parallel.verification())
-    right = linear_call.run_row
-    linear_call.run_row = lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-3 * group.rank())
-    try:
-        step(model)
-        error = ""
-    except ascend_parallel.VerificationError as found:
-        error = str(found)
-    finally:
-        linear_call.run_row = right
-        ascend_parallel.configure(num_chunks=1, verify_every=0)
-    return report, error
+    def wrong(right):
+        return lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-3 * group.rank())
+
+    return checked(load(group, path), step, linear_call, "run_row", wrong)
 
 
 @pytest.mark.sample("Llama")
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(ranks, path, name):
-    for report, error in ranks(2).run(checked, path(name)):
+    for report, error in ranks(2).run(with_a_fault, path(name)):
         assert "15 of" in report or "model.layers.1.mlp.down_proj" in report, report
         assert "is wrong on rank 1" in error
         assert "by the framework's own" in error

@@ -10,13 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ascend_parallel
-from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import both, load, step, tokens, unequal, whole, worst, write
+from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
 
 pytestmark = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -26,15 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    folder, written = tmp_path_factory.mktemp("models"), {}
-
-    def of(name, changes=()):
-        key = (name, *changes)
-        if key not in written:
-            written[key] = write(folder / str(len(written)), name, **dict(changes))
-        return written[key]
-
-    return of
+    return Written(tmp_path_factory.mktemp("models"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +80,10 @@ def skew(weight, parameter):
         parameter.copy_(weight)
 
 
+def exchanges():
+    return count_of("expert_exchange"), count_of("expert_exchange", "chunks")
+
+
 def local(x):
     return (x.to_local() if isinstance(x, DTensor) else x).detach().clone()
 
@@ -120,16 +115,15 @@ def trained(group, path, case):
             for x, at_start in zip(model.parameters(), start, strict=True):
                 x.copy_(at_start)
         ascend_parallel.configure(num_chunks=groups, **({"mode": 2} if groups == 1 else {}))
-        before = COUNTS.as_dict().get("expert_exchange", {"calls": 0, "chunks": 0})
+        before = exchanges()
         found = three_steps(model, seeds)
-        after = COUNTS.as_dict().get("expert_exchange", {"calls": 0, "chunks": 0})
-        return found, after["chunks"] - before["chunks"], after["calls"] - before["calls"]
+        return found, *(after - each for after, each in zip(exchanges(), before, strict=True))
 
     ascend_parallel.configure(num_chunks=1)
     plain = run_plain(model, start, seeds)
     different, calls = {}, []
     for groups in case.groups:
-        found, chunks, count = run(groups)
+        found, count, chunks = run(groups)
         assert found.keys() == plain.keys()
         different[groups] = [name for name in plain if not torch.equal(found[name], plain[name])]
         calls.append(chunks / count if count else 0)
@@ -197,7 +191,9 @@ ONE = (("num_experts_per_tok", 1),)
 )
 def test_three_steps_keep_their_bits(ranks, path, case):
     experts = 8 // (case.ranks if case.by != "sharded experts" else case.ranks // 2)
-    for different, groups, covered, empty in ranks(case.ranks).run(trained, path(case.model, case.changes), case):
+    for different, groups, covered, empty in ranks(case.ranks).run(
+        trained, path(case.model, **dict(case.changes)), case
+    ):
         assert different == {count: [] for count in case.groups}
         assert groups == [min(count, experts) for count in case.groups]
         layers = 1 if case.changes == REAL or case.model == "DeepseekV3" else 2
@@ -232,16 +228,15 @@ def refused(group, path):
         model.set_experts_implementation(experts)
         ascend_parallel.configure(num_chunks=4)
         reason = str(ascend_parallel.coverage(model).experts.of_total("experts"))
-        before = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
+        before = count_of("expert_exchange")
         different = unequal(*both(model, step))
-        after = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
-        found[name] = reason, after - before, different
+        found[name] = reason, count_of("expert_exchange") - before, different
     return found
 
 
 def test_what_is_not_covered_runs_transformers_own_code(ranks, path):
-    small = (("hidden_size", 96), ("intermediate_size", 64))  # batched_mm gathers an expert's weights for each row
-    for found in ranks(2).run(refused, path("Mixtral", small)):
+    small = {"hidden_size": 96, "intermediate_size": 64}  # batched_mm gathers an expert's weights for each row
+    for found in ranks(2).run(refused, path("Mixtral", **small)):
         assert "0 of 2 experts (2 MixtralExperts: its ep_implementation is AllReduceEP" in found["all_reduce"][0]
         assert "its experts_implementation is 'batched_mm', not one of 'eager', 'grouped_mm'" in found["batched_mm"][0]
         assert [each[1:] for each in found.values()] == [(0, [])] * 2
@@ -259,7 +254,7 @@ def odd_rows(group, path):
 
 @pytest.mark.slow
 def test_rows_at_odd_addresses_are_left_to_the_loop(ranks, path):
-    for grouped, eager, different in ranks(2).run(odd_rows, path("Mixtral", (("intermediate_size", 250),))):
+    for grouped, eager, different in ranks(2).run(odd_rows, path("Mixtral", intermediate_size=250)):
         assert "has rows of no multiple of 64 bytes, under grouped_mm" in grouped
         assert eager == "2 of 2 experts"
         assert different == []
@@ -306,9 +301,9 @@ def test_habits_of_users(ranks, path):
 
 def measured(group, path):
     model = load(group, path, tp_size=2, ep_size=2)
-    before = COUNTS.as_dict().get("expert_exchange", {"calls": 0})["calls"]
+    before = count_of("expert_exchange")
     different = unequal(*both(model, step, auto=True))
-    return different, COUNTS.as_dict()["expert_exchange"]["calls"] - before
+    return different, count_of("expert_exchange") - before
 
 
 @pytest.mark.slow
@@ -334,10 +329,9 @@ def planned(group, path, file):
             Path(own).write_text(json.dumps(plan))
             options = {"plan": load_plan(own)}
         model = load(group, path, tp_size=2, ep_size=2)
-        before = COUNTS.as_dict().get("expert_exchange", {"calls": 0, "chunks": 0})
+        before = exchanges()
         different = unequal(*both(model, step, **options))
-        after = COUNTS.as_dict()["expert_exchange"]
-        answers.append((different, after["calls"] - before["calls"], after["chunks"] - before["chunks"]))
+        answers.append((different, *(after - each for after, each in zip(exchanges(), before, strict=True))))
         ascend_parallel.configure(tune=None, plan=None, num_chunks=1)
     return answers
 
@@ -354,34 +348,21 @@ def test_a_plan_has_the_groups_of_experts_that_tuning_measured(ranks, path, tmp_
     assert (entry.run, entry.m, entry.k) == ("forward", 4, 384) and sum(entry.sizes) == 4
 
 
-def checked(group, path):
-    """Return the report of a checked step, and the error of a step with a fault planted on one rank."""
+def with_a_fault(group, path):
     from ascend_parallel.patches.transformers import experts
 
-    model = load(group, path, tp_size=2, ep_size=2)
-    ascend_parallel.configure(num_chunks=4, verify_every=1)
-    step(model)
-    report = str(ascend_parallel.verification())
-    right = experts.run_experts
+    def change(right):
+        def wrong(rows, *args, **kwargs):
+            made, shared = right(rows, *args, **kwargs)
+            return made * (1 + 1e-3 * group.rank()), shared
 
-    def wrong(rows, *args, **kwargs):
-        made, shared = right(rows, *args, **kwargs)
-        return made * (1 + 1e-3 * group.rank()), shared
+        return wrong
 
-    experts.run_experts = wrong
-    try:
-        step(model)
-        error = ""
-    except ascend_parallel.VerificationError as found:
-        error = str(found)
-    finally:
-        experts.run_experts = right
-        ascend_parallel.configure(num_chunks=1, verify_every=0)
-    return report, error
+    return checked(load(group, path, tp_size=2, ep_size=2), step, experts, "run_experts", change)
 
 
 def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(ranks, path):
-    for report, error in ranks(2).run(checked, path("Mixtral")):
+    for report, error in ranks(2).run(with_a_fault, path("Mixtral")):
         assert "model.layers.1.mlp.experts" in report
         assert "MixtralExperts, experts): the output of call 2 is wrong on rank" in error, error
         assert "expert_exchange of 4 experts a rank, rows of 384 float32 on 2 cpu ranks in groups of experts" in error

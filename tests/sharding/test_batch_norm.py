@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pool import on_ranks
 from sharded_models import EXACT, gradients, made, step
 from torch import nn
 from torch.nn import functional as F
@@ -64,7 +65,11 @@ def data_parallel(model, x, mesh, strategies=None, **options):
     return propagate(graph, mesh, strategies or {}, semi_auto="dp", **options)
 
 
-def trained(group, name):
+@pytest.mark.sample("4-block")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_the_statistics_are_those_of_the_whole_batch(group, name):
     """Compare two steps with one card, and the running statistics and an evaluation behind them."""
     kind, options, shape, strategies = MODELS[name]
     model = made(kind, **options)
@@ -83,16 +88,8 @@ def trained(group, name):
     eager = parallelize(copy.deepcopy(again), plan)
     torch.testing.assert_close(eager(batches[0]), again(batches[0]), **EXACT)
     ran = {(event.kind, event.direction) for event in sharded.collective_counts if event.reader == "inside"}
-    return plan.collectives(), ran
-
-
-@pytest.mark.sample("4-block")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_statistics_are_those_of_the_whole_batch(ranks, count, name):
-    for collectives, ran in ranks(count).run(trained, name):
-        assert "all_to_all" not in collectives
-        assert ran == {("all_reduce", "forward"), ("all_reduce", "backward")}
+    assert "all_to_all" not in plan.collectives()
+    assert ran == {("all_reduce", "forward"), ("all_reduce", "backward")}
 
 
 def test_data_parallelism_costs_its_gradients_and_the_norms_sums():
@@ -107,7 +104,10 @@ def test_data_parallelism_costs_its_gradients_and_the_norms_sums():
     assert plan.nbytes - returned == parameters * all_reduced + sums
 
 
-def with_own_statistics(group, name):
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_local_statistics_are_those_of_each_ranks_samples(group, name):
     """Compare with one card that normalises each rank's samples by themselves; the running statistics are averages."""
     kind, options, shape, _ = MODELS[name]
     model, count = made(kind, **options), group.size()
@@ -127,13 +127,7 @@ def with_own_statistics(group, name):
         found = sharded.local_tensor(f"b_{name.replace('.', '_')}")
         of_cards = torch.stack([card.get_buffer(name).double() for card in cards])
         torch.testing.assert_close(found.double(), of_cards.mean(0), **EXACT)
-    return bool(plan.op_collectives)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("count", [2, 3])
-def test_local_statistics_are_those_of_each_ranks_samples(ranks, count, name):
-    assert ranks(count).run(with_own_statistics, name) == [False] * count
+    assert not plan.op_collectives
 
 
 def test_other_statistics_are_refused():
@@ -146,8 +140,10 @@ def test_other_statistics_are_refused():
         Strategy(batch_norm="ddp")
 
 
-def by_strategy(group, statistics):
-    """Train by a strategy, evaluate, and return the loss of the evaluation."""
+@pytest.mark.parametrize("statistics", ["sync", "local"])
+@on_ranks(2)
+def test_a_strategy_trains_and_evaluates(group, statistics):
+    """Two ranks with statistics of their own differ from one card; both runs have the same."""
     model = made(Block).float()
     x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(3))
     one_card = copy.deepcopy(model)
@@ -164,12 +160,5 @@ def by_strategy(group, statistics):
         losses.append((loss.item(), train(x).item()))
     one_card.eval()
     losses.append((one_card(x).mean().item(), train.evaluate(x).item()))
-    return losses
-
-
-@pytest.mark.parametrize("statistics", ["sync", "local"])
-def test_a_strategy_trains_and_evaluates(ranks, statistics):
-    """Two ranks with statistics of their own differ from one card; both runs have the same."""
-    for losses in ranks(2).run(by_strategy, statistics):
-        same = [mine == pytest.approx(theirs, rel=1e-5) for mine, theirs in losses]
-        assert all(same) if statistics == "sync" else not all(same)
+    same = [mine == pytest.approx(theirs, rel=1e-5) for mine, theirs in losses]
+    assert all(same) if statistics == "sync" else not all(same)

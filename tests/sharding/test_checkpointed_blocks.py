@@ -6,11 +6,11 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
+from dispatched import Dispatched
 from pool import on_ranks
-from sharded_models import BATCHES, CHUNKS, EXACT, FORMS, MLP, compare, made, mesh_of, planned
+from sharded_models import BATCHES, CHUNKS, FORMS, MLP, compare, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
 from ascend_parallel.process_groups.consistency import DisagreementError
@@ -26,17 +26,11 @@ LAYERS = {"modules": ["layers.*"]}
 SINGLE = {"modules": ["layers.*:scaled_dot_product_attention", "layers.*:gelu"]}
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Counts the calls of torch.distributed."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.counts[function.name()] += 1
-        return function(*args, **(kwargs or {}))
+def collectives_of(function):
+    """Return what a function returns, and how often it called each collective of torch.distributed."""
+    counts = Counter()
+    with Dispatched(lambda operator, _: counts.update([operator.name()] if operator.namespace == "c10d" else [])):
+        return function(), counts
 
 
 def bits(model, batch):
@@ -125,42 +119,15 @@ def test_ranks_that_save_different_tensors(ranks, form, collectives):
     ranks(3).run(mlp, form, collectives, False)
 
 
-def train(group, collectives):
-    whole, _, recomputing, batch = models("GPT", (2, 2), {**LAYERS, "collectives": collectives}, settings=CHUNKS)
-    found = []
-    for model in (whole, recomputing):
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = model(*batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        found.append(losses)
-    torch.testing.assert_close(recomputing.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(recomputing.full_gradients(), {n: p.grad for n, p in whole.named_parameters()}, **EXACT)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collectives", ["keep", "recompute"])
-def test_training_against_the_whole_model(ranks, collectives):
-    for whole, recomputing in ranks(4).run(train, collectives):
-        assert recomputing == pytest.approx(whole, rel=1e-10)
-        assert recomputing[-1] < recomputing[0]
-
-
 def counted(group, options, keywords):
     """Count collectives without prefetch, so that each runs alone."""
     _, plain, recomputing, batch = models("Llama", (2,), options, **keywords, bucket_bytes=0)
     found = []
     for model in (plain, recomputing):
         model.collective_counts.clear()
-        with CountedCollectives() as forward:
-            loss = model(*batch)
-        with CountedCollectives() as backward:
-            loss.backward()
-        found.append((dict(forward.counts), dict(backward.counts), sum(model.collective_counts.values())))
+        loss, forward = collectives_of(lambda model=model: model(*batch))
+        _, backward = collectives_of(loss.backward)
+        found.append((dict(forward), dict(backward), sum(model.collective_counts.values())))
     return found
 
 
@@ -316,9 +283,7 @@ def own_sums(group, options):
     found = []
     for recompute in (Recompute(), Recompute(**options)):
         model = ShardedModule(whole, plan, recompute=recompute, bucket_bytes=0)
-        with CountedCollectives() as collectives:
-            found.append(bits(model, batch))
-        found.append(collectives.counts)
+        found += collectives_of(lambda model=model: bits(model, batch))
     torch.testing.assert_close(found[2], found[0], rtol=0, atol=0)
     return sum(found[3].values()) - sum(found[1].values())
 

@@ -15,7 +15,7 @@ def _weighted(x, target, **options):
     return F.binary_cross_entropy_with_logits(x, target.sigmoid(), target.abs(), pos_weight=target[0].abs(), **options)
 
 
-LOSSES = {
+BY_ELEMENT = {
     "mse": F.mse_loss,
     "huber": lambda x, target, **options: F.huber_loss(x, target, delta=0.5, **options),
     "smooth_l1": lambda x, target, **options: F.smooth_l1_loss(x, target, beta=0.5, **options),
@@ -30,39 +30,6 @@ LOSSES = {
 }
 
 
-# On two mesh dimensions one of each kind: element by element, with two more tensors, and of logarithms.
-ON_MESHES = [
-    *(((3,), name) for name in LOSSES),
-    *(((2, 2), name) for name in ("mse", "with_logits, weights", "kl_div")),
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("shape", "name"), ON_MESHES, ids=str)
-def test_losses_are_those_of_whole_tensors(ranks, shape, name):
-    ranks(4 if len(shape) == 2 else shape[0]).run(compared, name, shape)
-
-
-def compared(group, name, shape):
-    count = group.size()
-    mesh = ProcessMesh(torch.arange(count).reshape(shape).tolist(), dim_names=["x", "y"][: len(shape)])
-    cuts = [[Shard(0)] * len(shape), [Shard(1), *[Replicate()] * (len(shape) - 1)], [Shard(0), Shard(1)][: len(shape)]]
-    for rows in (12, 7):  # 7 rows are cut unevenly
-        generator = torch.Generator().manual_seed(rows)
-        x, target = torch.randn(2, rows, 12, dtype=torch.float64, generator=generator)
-        for reduction in ("mean", "sum", "none"):
-            for cut in cuts:
-                whole = x.clone().requires_grad_()
-                loss = LOSSES[name](whole, target, reduction=reduction)
-                loss.square().sum().backward()
-                given = shard_tensor(x.clone(), mesh, cut).detach().requires_grad_()
-                found = LOSSES[name](given, shard_tensor(target, mesh, cut), reduction=reduction)
-                assert isinstance(found, DTensor)
-                torch.testing.assert_close(found.full_tensor(), loss.detach())
-                found.redistribute(placements=[Replicate()] * len(shape)).square().sum().backward()
-                torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
-
-
 def _cosine(x, target, **options):
     return F.cosine_embedding_loss(x, target, target[:, 0].sign(), **options)
 
@@ -72,7 +39,7 @@ def _nll(x, target, **options):
 
 
 # Losses of 12 classes: which are ignored or weighted makes the ranks' counts differ.
-BY_CLASS = {
+FUNCTIONS = {
     "plain": (F.cross_entropy, {}),
     "smoothed": (F.cross_entropy, {"label_smoothing": 0.1}),
     "weighted": (F.cross_entropy, {"weight": torch.linspace(0.5, 2, 12, dtype=torch.float64)}),
@@ -83,9 +50,12 @@ BY_CLASS = {
     "of probabilities": (lambda x, target, **options: F.cross_entropy(x, target, **options), {}),
     "cosine": (_cosine, {}),
 }
+FUNCTIONS |= {name: (function, {}) for name, function in BY_ELEMENT.items()}
 
 
 def targets_of(name, rows, generator):
+    if name in BY_ELEMENT:
+        return torch.randn(rows, 12, dtype=torch.float64, generator=generator)
     if name in ("of probabilities", "cosine"):
         return torch.randn(rows, 12, dtype=torch.float64, generator=generator).softmax(-1)
     shape, classes = ((rows, 2), 6) if name == "of places" else ((rows,), 12)
@@ -94,31 +64,43 @@ def targets_of(name, rows, generator):
     return target
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "count"), [*zip(BY_CLASS, itertools.cycle([2, 3, 4]), strict=False)])
-@on_ranks()
-def test_losses_by_class_count_the_targets_of_all_ranks(group, name):
-    mesh, (function, options) = ProcessMesh(list(range(group.size()))), BY_CLASS[name]
-    whole_options = {key: value for key, value in options.items() if not isinstance(value, torch.Tensor)}
-    tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
-    sharded = {key: shard_tensor(value, mesh, [Replicate()]) for key, value in tensors.items()}
-    for rows in (12, 7):
+# By element on 3 ranks, one of each kind (two tensors, four, logarithms) on two mesh dimensions; by class on 2 to 4.
+CASES = [((3,), name) for name in BY_ELEMENT] + [((2, 2), name) for name in ("mse", "with_logits, weights", "kl_div")]
+CASES += [((2 + place % 3,), name) for place, name in enumerate(name for name in FUNCTIONS if name not in BY_ELEMENT)]
+
+
+@pytest.mark.sample("(3,)-mse", "(2,)-plain")
+@pytest.mark.parametrize(("shape", "name"), CASES, ids=str)
+def test_losses_are_those_of_whole_tensors(ranks, shape, name):
+    """Those by class count the targets of all ranks."""
+    ranks(torch.Size(shape).numel()).run(compared, name, shape)
+
+
+def compared(group, name, shape):
+    mesh = ProcessMesh(torch.arange(group.size()).reshape(shape).tolist(), dim_names=["x", "y"][: len(shape)])
+    function, options = FUNCTIONS[name]
+    sharded = {
+        key: shard_tensor(value, mesh, [Replicate()]) if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+    }
+    cuts = (
+        [[Shard(0)], [Shard(1)]] if len(shape) == 1 else [[Shard(0)] * 2, [Shard(1), Replicate()], [Shard(0), Shard(1)]]
+    )
+    for rows in (12, 7):  # 7 rows are cut unevenly
         generator = torch.Generator().manual_seed(rows)
         x, target = torch.randn(rows, 12, dtype=torch.float64, generator=generator), targets_of(name, rows, generator)
-        for reduction in ("mean", "sum", "none"):
-            for cut in (0, 1):
-                if name == "of places" and cut == 1:
-                    continue
-                same = cut == 0 or target.ndim == 2
-                whole = x.clone().requires_grad_()
-                loss = function(whole, target, reduction=reduction, **options)
-                loss.square().sum().backward()
-                given = shard_tensor(x.clone(), mesh, [Shard(cut)]).detach().requires_grad_()
-                other = shard_tensor(target, mesh, [Shard(cut) if same else Replicate()])
-                found = function(given, other, reduction=reduction, **whole_options, **sharded)
-                torch.testing.assert_close(found.full_tensor(), loss.detach())
-                found.redistribute(placements=[Replicate()]).square().sum().backward()
-                torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
+        for reduction, cut in itertools.product(("mean", "sum", "none"), cuts[:1] if name == "of places" else cuts):
+            whole = x.clone().requires_grad_()
+            loss = function(whole, target, reduction=reduction, **options)
+            loss.square().sum().backward()
+            given = shard_tensor(x.clone(), mesh, cut).detach().requires_grad_()
+            same = target.shape == x.shape or cut == [Shard(0)]  # else each rank has all targets
+            other = shard_tensor(target, mesh, cut if same else [Replicate()])
+            found = function(given, other, reduction=reduction, **sharded)
+            assert isinstance(found, DTensor)
+            torch.testing.assert_close(found.full_tensor(), loss.detach())
+            found.redistribute(placements=[Replicate()] * len(shape)).square().sum().backward()
+            torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
 
 
 @on_ranks(2)

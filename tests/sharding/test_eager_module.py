@@ -7,6 +7,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
+from dispatched import Dispatched
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -29,7 +30,6 @@ from sharded_models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 from ascend_parallel.settings import Settings
@@ -38,7 +38,7 @@ from ascend_parallel.sharding.runtime.parallelize import collective_counts, para
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 
-# c10d operators and the collectives of the plan. On two ranks a reduce-scatter is a message from each.
+# c10d operators and the collectives of the plan. On two ranks a reduce-scatter is a message from each to the other.
 C10D = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -47,17 +47,10 @@ C10D = {
 }
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Counts the collectives that torch.distributed runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if "c10d" in operator.namespace and operator.name() != "c10d::recv_":
-            self.counts[C10D.get(operator._opname, operator._opname)] += 1
-        return operator(*args, **(kwargs or {}))
+def of_plan(operator):
+    """Return the collective that an operator of torch.distributed is, in a list."""
+    name, counts = operator._opname, "c10d" in operator.namespace and operator._opname != "recv_"
+    return [C10D.get(name, name)] if counts else []
 
 
 def whole_gradients(model):
@@ -90,7 +83,8 @@ def train_all(group, name, mesh_shape):
     assert parallelize(eager, plan) is eager
     truth, truth_gradients = train(whole, batch)
     of_graph, graph_gradients = train(static, batch)
-    with CountedCollectives() as counted:
+    counted = Counter()
+    with Dispatched(lambda operator, _: counted.update(of_plan(operator))):
         found, gradients = train(eager, batch)
     locals_ = {name: gradient.to_local() for name, gradient in gradients.items()}
     torch.testing.assert_close(locals_, graph_gradients, rtol=0, atol=0)
@@ -103,7 +97,7 @@ def train_all(group, name, mesh_shape):
         counts[event.kind, event.mesh_dim, event.value, event.reader, event.direction] += count / 10
         kinds[event.kind] += count
     assert counts == planned_collectives(plan)
-    assert counted.counts == kinds
+    assert counted == kinds
     assert kinds["all_reduce"] > 0
     return truth, of_graph, found
 
@@ -190,7 +184,8 @@ class Normed(nn.Module):
         return self.head(x.mean((2, 3)) * torch.tensor(2.0, dtype=x.dtype)).square().mean()
 
 
-def running_statistics(group):
+@on_ranks(2)
+def test_in_place_operators_and_running_statistics(group):
     whole, batch = made(Normed), (BATCHES["ResNet"](torch.Generator().manual_seed(7))[0],)
     plan = propagate(
         trace(whole, batch), mesh_of((2,)), {"inputs:images": (None, [[Shard(0)]])}, objective="redistribution"
@@ -202,16 +197,13 @@ def running_statistics(group):
     torch.testing.assert_close(state, static.full_state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(state, dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
     assert state["norm.num_batches_tracked"] == 3
-    return losses
+    truth, of_graph, found = losses
+    assert found == of_graph
+    assert found == pytest.approx(truth, rel=1e-10)
 
 
-def test_in_place_operators_and_running_statistics(ranks):
-    for truth, of_graph, found in ranks(2).run(running_statistics):
-        assert found == of_graph
-        assert found == pytest.approx(truth, rel=1e-10)
-
-
-def dropping(group):
+@on_ranks(2)
+def test_dropout_draws_the_masks_of_the_graph(group):
     whole, batch = made(small_models.GPT, dropout=0.2), BATCHES["GPT"](torch.Generator().manual_seed(7))
     plan = planned("GPT", trace(whole, batch), mesh_of((2,)))
     losses = []
@@ -219,13 +211,9 @@ def dropping(group):
         losses.append(train(model, batch, 3)[0])
     with pytest.raises(ValueError, match=r"layers\.0: the forward calls torch.nn.functional.dropout\(linear_1, 0"):
         whole.eval()(*batch)
-    return losses
-
-
-def test_dropout_draws_the_masks_of_the_graph(ranks):
-    for of_graph, found in ranks(2).run(dropping):
-        assert found == of_graph
-        assert len(set(found)) == 3
+    of_graph, found = losses
+    assert found == of_graph
+    assert len(set(found)) == 3
 
 
 class Checkpointed(MLP):
@@ -280,7 +268,9 @@ def test_hooks_see_whole_shapes(group):
         model(x)
 
 
-def saved(group, folder):
+@pytest.mark.slow
+@on_ranks(4)
+def test_checkpoints_and_clipping_are_torchs(group, tmp_path):
     """Save, load into a model with other values, and clip gradients, all with torch's own functions."""
     whole, batch = made(small_models.Llama), BATCHES["Llama"](torch.Generator().manual_seed(7))
     plan = planned("Llama", trace(whole, batch), mesh_of((2, 2)))
@@ -290,9 +280,9 @@ def saved(group, folder):
         for param in other.parameters():
             param.mul_(2)
     parallelize(other, plan)
-    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    checkpoint.save(model.state_dict(), checkpoint_id=tmp_path)
     state = other.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
+    checkpoint.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state)
     assert other(*batch) == model(*batch)
     for module in (whole, other):
@@ -306,12 +296,8 @@ def saved(group, folder):
     assert placements >= {(Shard(1), Shard(0)), (Shard(0), Shard(1))}
 
 
-@pytest.mark.slow
-def test_checkpoints_and_clipping_are_torchs(ranks, tmp_path):
-    ranks(4).run(saved, str(tmp_path))
-
-
-def compiled(group):
+@on_ranks(2)
+def test_compile(group):
     model, x = made(MLP), torch.ones(4, 2, 12, dtype=torch.float64)
     plan = tensor_parallel(trace(model, (x,)), mesh_of((2,)))
     other = copy.deepcopy(parallelize(model, plan))
@@ -321,12 +307,8 @@ def compiled(group):
     doubled = {name: 2 * gradient for name, gradient in whole_gradients(model).items()}
     torch.testing.assert_close(whole_gradients(other), doubled, **EXACT)
     torch._dynamo.reset()
-    return sum(collective_counts(model).values()), sum(collective_counts(other).values())
-
-
-def test_compile(ranks):
-    for once, twice in ranks(2).run(compiled):
-        assert 0 < 2 * once == twice
+    once, twice = sum(collective_counts(model).values()), sum(collective_counts(other).values())
+    assert 0 < 2 * once == twice
 
 
 class Nested(nn.Module):

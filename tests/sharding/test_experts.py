@@ -127,7 +127,9 @@ def test_tokens_go_to_their_experts(ranks, sizes, groups, options):
 INSIDE_EXPERTS = [("ep", 1, 1)] * 3 + [("ep", "tp", 1), ("ep", 1, "tp"), ("ep", "tp", 1)]
 
 
-def with_tensor_parallel_experts(group):
+@pytest.mark.slow
+@on_ranks(4)
+def test_experts_of_which_each_is_divided_too(group):
     model, batch = model_and_batch()
     plan = plan_of(model, batch, {"ep": 2, "tp": 2}, {"layers.*:mixture_of_experts": (INSIDE_EXPERTS, None)})
     for name in mixtures(plan):
@@ -137,22 +139,14 @@ def with_tensor_parallel_experts(group):
     assert dict(sharded.named_parameters())["layers.0.up"].shape == (EXPERTS // 2, F_ // 2, H)
 
 
-@pytest.mark.slow
-def test_experts_of_which_each_is_divided_too(ranks):
-    ranks(4).run(with_tensor_parallel_experts)
-
-
-def recomputed(group, collectives):
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
+@on_ranks(2)
+def test_tokens_are_exchanged_again_where_backward_recomputes(group, collectives):
     model, batch = model_and_batch()
     plan = plan_of(model, batch, {"ep": 2})
     COUNTS.clear()
     compare(model, batch, plan, recompute=Recompute(modules=("layers.*",), collectives=collectives))
     assert COUNTS.as_dict()["expert_exchange"]["calls"] == 6
-
-
-@pytest.mark.parametrize("collectives", ["keep", "recompute"])
-def test_tokens_are_exchanged_again_where_backward_recomputes(ranks, collectives):
-    ranks(2).run(recomputed, collectives)
 
 
 @on_ranks(2)

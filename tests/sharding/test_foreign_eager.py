@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from one_card import losses_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -128,14 +129,7 @@ def trained(group, made, argument):
     step = train_step(model, batch, torch.optim.SGD(model.parameters(), lr=0.5), strategy, loss=loss, static=False)
     found = [step(*batch).item() for _ in range(2)]
     step.close()
-    optimizer, expected = torch.optim.SGD(whole.parameters(), lr=0.5), []
-    for _ in found:
-        optimizer.zero_grad()
-        value = loss(whole, *batch)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
-    return found, expected
+    return found, losses_of(whole, torch.optim.SGD(whole.parameters(), lr=0.5), [batch] * 2, loss)
 
 
 @pytest.mark.sample("ViTMAE")

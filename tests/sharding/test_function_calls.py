@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from one_card import losses_of
+from pool import on_ranks
 from torch import nn
 
 from ascend_parallel.sharding import (
@@ -106,19 +108,13 @@ def test_a_strategy_that_cannot_be_is_refused():
             shard(target, [None])
 
 
-def trained(model, x):
-    """Return the losses of ten steps."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-4), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def mean_square(model, x):
+    return model(x).square().mean()
 
 
-def same(group):
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks()
+def test_a_configured_call_trains_like_the_whole_model(group):
     """Run ten steps of the graph, the eager model and the whole model, in float64."""
     torch.manual_seed(0)
     whole = Attention().double()
@@ -127,16 +123,14 @@ def same(group):
     plan = propagate(trace(whole, (x,)), ProcessMesh(list(range(group.size())), ["mp"]), objective="redistribution")
     sharded = ShardedModule(whole, plan)
     assert sharded.w.shape == (16 // group.size(), 16)
-    losses = [trained(model, x) for model in (sharded, parallelize(eager, plan), whole)]
+    losses = [
+        losses_of(model, torch.optim.SGD(model.parameters(), lr=1e-4), [(x,)] * 10, mean_square)
+        for model in (sharded, parallelize(eager, plan), whole)
+    ]
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     torch.testing.assert_close(sharded.full_gradients(), gradients)
     torch.testing.assert_close({name: unshard(one.grad) for name, one in eager.named_parameters()}, gradients)
     assert losses[-1][-1] < losses[-1][0]
-    return losses
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_configured_call_trains_like_the_whole_model(ranks, count):
-    for found, eager, expected in ranks(count).run(same):
-        assert found == pytest.approx(expected, rel=1e-10)
-        assert eager == pytest.approx(expected, rel=1e-10)
+    found, eager, expected = losses
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert eager == pytest.approx(expected, rel=1e-10)

@@ -7,11 +7,12 @@ import small_models
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes
+from dispatched import Dispatched
+from one_card import losses_of
 from plans import by_hand
 from pool import on_ranks
 from sharded_models import BATCHES, EXACT, S0, C, gradients, made, mesh_of, planned, tokens_of
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -36,17 +37,6 @@ def tokens_and_targets(count):
 
 def times(factor, found):
     return {name: None if gradient is None else factor * gradient for name, gradient in found.items()}
-
-
-def losses_of(model, batch):
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @contextlib.contextmanager
@@ -74,33 +64,20 @@ def logged(log):
         dist.all_reduce = original
 
 
-def data_parallel_training(group):
+@pytest.mark.slow
+@on_ranks(3)
+def test_data_parallel_training(group):
     whole, batch = made(small_models.GPT), tokens_and_targets(12)
     plan = data_parallel(whole, batch)
     models = [ShardedModule(whole, plan, bucket_bytes=bucket_bytes) for bucket_bytes in (0, SMALL, 25 << 20)]
-    losses = losses_of(whole, batch)
-    for model in models:
-        assert losses_of(model, batch) == pytest.approx(losses, rel=1e-10)
+    losses, *others = (
+        losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [batch] * 10) for model in (whole, *models)
+    )
+    for model, found in zip(models, others, strict=True):
+        assert found == pytest.approx(losses, rel=1e-10)
         torch.testing.assert_close(model.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
-    return [len(model.buckets) for model in models]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_data_parallel_training(ranks, count):
-    for without, small, default in ranks(count).run(data_parallel_training):
-        assert without == 0 < default < small
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPT", "ResNet"])
-@on_ranks(4)
-def test_training_on_two_mesh_dimensions(group, name):
-    whole, batch = made(getattr(small_models, name)), BATCHES[name](torch.Generator().manual_seed(7))
-    beside = ShardedModule(whole, planned(name, trace(whole, batch), mesh_of((2, 2))), bucket_bytes=SMALL)
-    losses = losses_of(beside, batch)
-    assert losses == pytest.approx(losses_of(whole, batch), rel=1e-10)
-    torch.testing.assert_close(beside.full_state_dict(), dict(whole.state_dict()), rtol=1e-8, atol=1e-10)
+    without, small, default = [len(model.buckets) for model in models]
+    assert without == 0 < default < small
 
 
 @pytest.mark.slow
@@ -354,17 +331,6 @@ def test_the_first_bucket_is_at_most_a_megabyte(bucket_bytes, expected):
     assert [member.value.node for bucket in found for member in bucket.members] == list("543210")
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self, log):
-        super().__init__()
-        self._log = log
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "mm" in str(function):
-            self._log.append("mm")
-        return function(*args, **(kwargs or {}))
-
-
 def order(group):
     """6 layers of 72 elements: in buckets of 2 layers, in a single bucket, and without buckets."""
     model, plan, x = stack()
@@ -372,7 +338,7 @@ def order(group):
     for bucket_bytes in (2 * 72 * 8, 25 << 20, 0):
         sharded, log = ShardedModule(model, plan, bucket_bytes=bucket_bytes), []
         loss = sharded(x).square().sum()
-        with logged(log), Operators(log):
+        with logged(log), Dispatched(lambda operator, _, log=log: log.extend(["mm"] if "mm" in str(operator) else [])):
             loss.backward()
         logs.append(log)
         results.append(gradients(sharded))
@@ -393,18 +359,14 @@ def test_buckets_are_summed_under_backward(ranks):
         assert [entry for entry in each if entry != "mm"] == [8, "wait", 64, "wait"] * 6
 
 
-def memory(group):
+@on_ranks(2)
+def test_memory(group):
     """Backward holds the gradients, a bucket and its terms, and not a second copy of all gradients."""
     model, plan, x = stack()
     gradient = 6 * 72 * 8
     sharded = ShardedModule(model, plan, bucket_bytes=72 * 8)
     loss = sharded(x).square().sum()
     assert peak_bytes(loss.backward) <= gradient + 4 * 72 * 8
-    return True
-
-
-def test_memory(ranks):
-    assert all(ranks(2).run(memory))
 
 
 def test_buckets_start_in_their_own_order():

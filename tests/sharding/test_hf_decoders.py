@@ -9,13 +9,13 @@ from sharded_models import compare, made, mesh_of
 from torch import nn
 from torch.nn import functional as F
 
+from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.rules import registry
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing import function_calls
 from ascend_parallel.sharding.tracing.trace import TraceError, trace
-from ascend_parallel.training import train_step
 
 # Mixtral's router computes its softmax in float32.
 ROUNDED = {"rtol": 1e-5, "atol": 1e-8}
@@ -44,11 +44,9 @@ def test_a_decoder_trains_data_and_tensor_parallel(ranks, name):
     assert union(held) == set(dict(decoder(name).named_parameters()))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["GPT2", "Mixtral"])
-def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks, name):
-    held = ranks(4).run(trained, name, 1, 2, 2, {})
-    assert union(held) == set(dict(decoder(name).named_parameters()))
+def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks):
+    held = ranks(4).run(trained, "GPT2", 1, 2, 2, {})
+    assert union(held) == set(dict(decoder("GPT2").named_parameters()))
     assert held[0] != held[-1]
 
 
@@ -77,28 +75,13 @@ def test_the_experts_of_transformers_train(ranks, experts):
     ranks(4).run(trained, "Mixtral", 2, 2, 1, *({"experts_implementation": name} for name in (experts, "batched_mm")))
 
 
-def of_the_example(group):
-    return example.train("Llama", example.strategy_of("Llama", 2, 2), steps=3)
-
-
 @pytest.mark.slow
-def test_the_example_has_the_losses_of_one_process(ranks):
+@on_ranks(4)
+def test_the_example_has_the_losses_of_one_process(group):
     """Within float32, in which the model computes its norms."""
-    for losses, expected in ranks(4).run(of_the_example):
-        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-        assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_decoder_is_evaluated_without_dropout(group):
-    """Dropout of GPT-2 as it is by default; the mask differs in evaluation, as it does in training."""
-    model = decoder("GPT2", resid_pdrop=0.1, attn_pdrop=0.1)
-    optimizer = torch.optim.SGD(model.parameters())
-    step = train_step(model, example.batch_of(0), optimizer, example.strategy_of("GPT2", 2, 1), loss=example.loss)
-    found, expected = step.evaluate(*example.batch_of(1)), example.loss(model.eval(), *example.batch_of(1))
-    step.close()
-    torch.testing.assert_close(found, expected.detach(), **EXACT)
+    losses, expected = example.train("Llama", example.strategy_of("Llama", 2, 2), steps=3)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert losses[-1] < losses[0]
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 1024}
@@ -128,8 +111,6 @@ def test_the_models_own_loss(group):
 
 
 def mesh_with_tp(shape):
-    from ascend_parallel.sharding.mesh import ProcessMesh
-
     return ProcessMesh(torch.arange(shape[0] * shape[1]).reshape(shape), ["dp", "tp"])
 
 

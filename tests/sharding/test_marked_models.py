@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from pool import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from ascend_parallel.sharding import ProcessMesh, shard_layer, shard_tensor, unshard
@@ -81,10 +82,21 @@ def at_random(model, seed):
     return place
 
 
-def compared(group, name, seed):
+# A model on 2, 3 or 4 ranks in turn; on the others, where the marks are others too, in make stress.
+CASES = [
+    pytest.param(name, count, marks=[pytest.mark.stress] if place % 3 != count - 2 else [])
+    for place, name in enumerate(MODELS)
+    for count in (2, 3, 4)
+]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("name", "count"), CASES)
+@on_ranks()
+def test_a_model_marked_at_random_is_that_of_one_card(group, name):
     mesh = ProcessMesh(torch.arange(group.size()).view(-1, 2 - group.size() % 2).tolist(), ["dp", "mp"])
     truth, model = made(name), made(name)
-    model = shard_layer(model, mesh, at_random(model, seed))
+    model = shard_layer(model, mesh, at_random(model, len(name) + group.size()))
     torch.manual_seed(group.rank())
     batch = {key: shard_tensor(value, mesh, [Shard(0), Replicate()]) for key, value in batch_of(name).items()}
     found, expected = loss_of(model, batch), loss_of(truth, batch_of(name))
@@ -99,17 +111,3 @@ def compared(group, name, seed):
             torch.testing.assert_close(gradient.full_tensor(), parameter.grad, **near)
     for path, buffer in truth.named_buffers():
         torch.testing.assert_close(unshard(model.get_buffer(path)), buffer, **near)
-
-
-# A model on 2, 3 or 4 ranks in turn; on the others, where the marks are others too, in make stress.
-CASES = [
-    pytest.param(name, count, marks=[pytest.mark.stress] if place % 3 != count - 2 else [])
-    for place, name in enumerate(MODELS)
-    for count in (2, 3, 4)
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "count"), CASES)
-def test_a_model_marked_at_random_is_that_of_one_card(ranks, name, count):
-    ranks(count).run(compared, name, len(name) + count)

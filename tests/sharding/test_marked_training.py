@@ -7,44 +7,34 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import decoder
+from dispatched import Dispatched
 from pool import on_ranks
 from test_marked_decoders import columns_and_rows
 from test_marked_decoders import loss as decoder_loss
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel.sharding import ProcessMesh, shard_dataloader, shard_layer, shard_tensor, unshard
 
 
-class OnDTensors(TorchDispatchMode):
-    """Notes the operators that torch would lay out."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def observed(group):
+@pytest.mark.slow
+@on_ranks(4)
+def test_torch_lays_out_no_function_of_a_marked_model(group):
     mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "mp"])
     model = shard_layer(decoder("Llama"), mesh, columns_and_rows)
     (tokens,) = example.batch_of(8, 8)
     (given,) = next(iter(shard_dataloader([(tokens,)], mesh, "dp")))
-    with OnDTensors() as noted:
+    seen = []
+
+    def note(operator, types):
+        if any(issubclass(kind, DTensor) for kind in types):
+            seen.append(str(operator))
+
+    with Dispatched(note):
         decoder_loss(model, given)
-    return noted.seen
-
-
-@pytest.mark.slow
-def test_torch_lays_out_no_function_of_a_marked_model(ranks):
-    assert ranks(4).run(observed) == [[]] * 4
+    assert seen == []
 
 
 class Net(nn.Module):
@@ -88,9 +78,13 @@ def assert_same(net, truth):
             torch.testing.assert_close(held.grad.full_tensor(), tensor.grad)
 
 
-def trained(group, recompute, fused):
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("recompute", [None, False, True])
+@on_ranks()
+def test_a_net_with_running_statistics_trains_as_on_one_card(group, recompute):
     _, truth, net, x, given = nets(group, (group.size() // 2, 2), recompute=recompute)
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.1, **fused) for each in (truth, net)]
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1, foreach=recompute is False) for each in (truth, net)]
     seen = []
     net.down.register_forward_hook(lambda _, inputs, output: seen.append(output.detach().norm().item()))
     truth.down.register_forward_hook(lambda _, inputs, output: seen.append(output.detach().norm().item()))
@@ -107,13 +101,6 @@ def trained(group, recompute, fused):
     torch.testing.assert_close(seen[::2], seen[1::2])
     truth.eval(), net.eval()
     torch.testing.assert_close(unshard(net(given)), truth(x))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("recompute", [None, False, True])
-def test_a_net_with_running_statistics_trains_as_on_one_card(ranks, recompute, count):
-    ranks(count).run(trained, recompute, {"foreach": recompute is False})
 
 
 @on_ranks(4)

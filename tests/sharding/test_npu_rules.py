@@ -188,6 +188,7 @@ def a_planned_model_trains_like_one_card():
     """4 ranks, dp 2 x tp 2: losses and parameters after three steps against one card in float64."""
     import npu_operators
     import torch.distributed as dist
+    from one_card import losses_of
 
     from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 
@@ -201,16 +202,10 @@ def a_planned_model_trains_like_one_card():
     sharded = ShardedModule(whole, propagate(graph, mesh, heads, objective="time"))
     attention = next(node for node in graph.nodes.values() if node.call and "attention" in node.call.name)
     assert [str(placed) for placed in sharded.plan.layouts[attention.values[0]]] == ["S(1)", "S(2)"]
-    losses = []
-    for model in (whole, sharded):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # torch_npu asks the chip
-        losses.append([])
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(*batch)
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+    losses = [  # not foreach, for which torch_npu asks the chip
+        losses_of(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), [batch] * 3)
+        for model in (whole, sharded)
+    ]
     assert losses[0][0] > losses[0][-1]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=0)
     torch.testing.assert_close(sharded.full_state_dict(), whole.state_dict(), rtol=1e-8, atol=1e-10)

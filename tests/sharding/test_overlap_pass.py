@@ -6,6 +6,7 @@ import pytest
 import small_models
 import torch
 from plans import by_hand, planned_collectives
+from pool import on_ranks
 from sharded_models import (
     CHUNKS,
     EXACT,
@@ -88,7 +89,8 @@ def test_sequence_parallel_mlp(ranks, count, form, shape):
         assert kinds == {key: around.get(key, 0) + own.get(key, 0) for key in around | own}
 
 
-def sequence_parallel_llama(group):
+@on_ranks(2)
+def test_sequence_parallel_llama(group):
     """Two samples, the residual stream sharded along the sequence; return collectives in and outside of operators."""
     model = made(small_models.Llama, length=64)
     tokens = tokens_of(2, torch.Generator().manual_seed(2), 64)
@@ -98,20 +100,16 @@ def sequence_parallel_llama(group):
     compare(model, sharded, tokens, tokens)
     apart = sorted({event.value.node for event in sharded.collective_counts})
     joined = sharded.fused[4]
-    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), apart, (joined.operator, joined.reason)
-
-
-def test_sequence_parallel_llama(ranks):
-    for counts, apart, joined in ranks(2).run(sequence_parallel_llama):
-        # 4 halves of layers: a gather and a reduce-scatter in forward, and one of each in backward
-        assert counts == {"all_gather_matmul": 8, "matmul_reduce_scatter": 8}
-        # outside are the norms' weights, and the stream before and after the layers
-        norms = {f"p_layers_{layer}_norm{number}_weight" for layer in (0, 1) for number in (1, 2)}
-        assert set(apart) - norms <= {"embedding", "mul_18"}
-        assert joined == (
-            "all_gather_matmul",
-            "the gather of its rows over mp, transposed for S(1), one matmul with linear_1, linear_2",
-        )
+    counts, joined = calls_of(ascend_parallel.ops.COUNTS.as_dict()), (joined.operator, joined.reason)
+    # 4 halves of layers: a gather and a reduce-scatter in forward, and one of each in backward
+    assert counts == {"all_gather_matmul": 8, "matmul_reduce_scatter": 8}
+    # outside are the norms' weights, and the stream before and after the layers
+    norms = {f"p_layers_{layer}_norm{number}_weight" for layer in (0, 1) for number in (1, 2)}
+    assert set(apart) - norms <= {"embedding", "mul_18"}
+    assert joined == (
+        "all_gather_matmul",
+        "the gather of its rows over mp, transposed for S(1), one matmul with linear_1, linear_2",
+    )
 
 
 class Products(nn.Module):
@@ -129,7 +127,9 @@ class Products(nn.Module):
         return torch.matmul(x.unflatten(0, (4, -1)), self.third)
 
 
-def run_products(group):
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_products_that_are_not_linear(group):
     model, x = made(Products), torch.randn(48, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     graph = trace(model, (x,))
     names = {node.call.name.split(".")[1]: node.name for node in graph.nodes.values() if node.call is not None}
@@ -144,12 +144,8 @@ def run_products(group):
     sharded = ShardedModule(model, plan, settings=Settings(**CHUNKS))
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
-    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), len(sharded.fused)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_products_that_are_not_linear(ranks, count):
-    assert ranks(count).run(run_products) == [({"matmul_all_reduce": 3}, 3)] * count
+    assert calls_of(ascend_parallel.ops.COUNTS.as_dict()) == {"matmul_all_reduce": 3}
+    assert len(sharded.fused) == 3
 
 
 class Siblings(nn.Module):
@@ -163,7 +159,8 @@ class Siblings(nn.Module):
         return self.first(x), self.second(x)
 
 
-def run_siblings(group):
+@on_ranks(4)
+def test_columns_of_one_input_are_one_matmul_and_convert_it_once(group):
     """Two column layers whose input is converted for each of them, on two mesh dimensions."""
     model, x = made(Siblings), torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     r, c, s0, s1 = REPLICATE, PARTIAL_GRAD, shard(0), shard(1)
@@ -184,11 +181,8 @@ def run_siblings(group):
         for event, count in sharded.collective_counts.items()
         if event.kind == "all_gather" and event.reader
     ]
-    return calls_of(ascend_parallel.ops.COUNTS.as_dict()), gathers
-
-
-def test_columns_of_one_input_are_one_matmul_and_convert_it_once(ranks):
-    assert ranks(4).run(run_siblings) == [({"matmul_all_reduce": 1}, [("linear", 1)])] * 4
+    assert calls_of(ascend_parallel.ops.COUNTS.as_dict()) == {"matmul_all_reduce": 1}
+    assert gathers == [("linear", 1)]
 
 
 def reasons(plan_of, shape, mesh, **keywords):

@@ -128,7 +128,15 @@ def test_checkpoints(group):
         compare(model, sharded, x)
 
 
-def compare_bits(group, norm, strategies):
+@pytest.mark.parametrize(
+    "norm, strategies",
+    [
+        *((norm, None) for norm in (nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm)),
+        *((nn.LayerNorm, scattered(dim)) for dim in (0, 1)),
+    ],
+)
+@on_ranks(2)
+def test_a_region_keeps_the_bits_on_two_ranks(group, norm, strategies):
     model = made(Norm, norm, width=64, wide=256).float()
     x = torch.randn(512, 2, 64, generator=torch.Generator().manual_seed(1))
     found = []
@@ -139,19 +147,8 @@ def compare_bits(group, norm, strategies):
         assert regions() == 2 * region
         found.append([y, *inputs, *(parameter.grad.clone() for parameter in sharded.parameters())])
         sharded.zero_grad()
-    return [torch.equal(plain, mine) for plain, mine in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "norm, strategies",
-    [
-        *((norm, None) for norm in (nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm)),
-        *((nn.LayerNorm, scattered(dim)) for dim in (0, 1)),
-    ],
-)
-def test_a_region_keeps_the_bits_on_two_ranks(ranks, norm, strategies):
-    for equal in ranks(2).run(compare_bits, norm, strategies):
-        assert all(equal) and len(equal) >= 12, equal
+    equal = [torch.equal(plain, mine) for plain, mine in zip(*found, strict=True)]
+    assert all(equal) and len(equal) >= 12, equal
 
 
 def run_model(group, name, batch, mesh_shape, options):
@@ -211,8 +208,8 @@ def test_operators_that_do_not_work_by_rows_get_finished_rows(group, name):
         compare(model, sharded, x)
 
 
-def unlike(group):
-    """Return the calls that leave rows with too few rows in a chunk, and in autocast, whose values are finite."""
+@on_ranks(2)
+def test_few_rows_and_autocast(group):
     model, x = made(Norm), torch.randn(64, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     sharded = sharded_norm(group, model, x, region_rows=1000)
     ascend_parallel.ops.COUNTS.clear()
@@ -223,11 +220,9 @@ def unlike(group):
     sharded = sharded_norm(group, model, x)
     with delayed_collectives(), torch.autocast("cpu", torch.bfloat16):
         y = sharded(x.requires_grad_())
-    return few, y.isfinite().all().item(), regions()
-
-
-def test_few_rows_and_autocast(ranks):
-    assert ranks(2).run(unlike) == [(0, True, 2)] * 2
+    assert few == 0
+    assert y.isfinite().all()
+    assert regions() == 2
 
 
 class Watching(TorchFunctionMode):
@@ -235,7 +230,9 @@ class Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_one_rank(group, strategies):
+@pytest.mark.parametrize("strategies", [None, scattered(0)], ids=["all-reduce", "reduce-scatter"])
+@on_ranks(2)
+def test_habits_of_one_rank_change_no_collective(group, strategies):
     """Rank 1 alone runs under a mode, with another F.linear."""
 
     @contextlib.contextmanager
@@ -245,8 +242,3 @@ def on_one_rank(group, strategies):
             yield
 
     run_norm(group, (32, 2, 24), nn.LayerNorm, strategies, around if group.rank() == 1 else contextlib.nullcontext)
-
-
-@pytest.mark.parametrize("strategies", [None, scattered(0)], ids=["all-reduce", "reduce-scatter"])
-def test_habits_of_one_rank_change_no_collective(ranks, strategies):
-    ranks(2).run(on_one_rank, strategies)

@@ -5,12 +5,12 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from dispatched import Dispatched
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import EXACT, S0, S1, C, compare, gradients, made, mesh_of, seen
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel.sharding.layout import shard
 from ascend_parallel.sharding.redistribute import collectives
@@ -43,11 +43,9 @@ def stack():
 def watched(log):
     """Log the starts of collectives with their numbers of elements, the waits, and the matmuls."""
 
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "mm" in str(function) or "scaled_dot" in str(function):
-                log.append("compute")
-            return function(*args, **(kwargs or {}))
+    def computed(operator, _types):
+        if "mm" in str(operator) or "scaled_dot" in str(operator):
+            log.append("compute")
 
     begin, wait = collectives.Request.start, collectives.CoalescedCollective.wait
 
@@ -62,7 +60,7 @@ def watched(log):
 
     collectives.Request.start, collectives.CoalescedCollective.wait = logged_start, logged_wait
     try:
-        with Operators():
+        with Dispatched(computed):
             yield
     finally:
         collectives.Request.start, collectives.CoalescedCollective.wait = begin, wait
@@ -124,7 +122,9 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def context_parallel(group):
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks()
+def test_keys_are_gathered_while_queries_are_computed(group):
     """The sequence is sharded by rows. Keys and values are gathered while the queries are computed."""
     model, x = made(Attention), torch.arange(192, dtype=torch.float64).reshape(2, 12, 8).sin()
     graph = trace(model, (x,))
@@ -151,19 +151,17 @@ def context_parallel(group):
         loss = sharded(x.clone().requires_grad_()).square().sum()
     with watched(logs[1]):
         loss.backward()
-    return logs, [(group.before, [prefetch.reader for prefetch in group.conversions]) for group in sharded.prefetches]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_keys_are_gathered_while_queries_are_computed(ranks, count):
-    for (forward, backward), prefetches in ranks(count).run(context_parallel):
-        assert prefetches == [(name, ["scaled_dot_product_attention"]) for name in ("linear_1", "linear_2")]
-        kinds = [entry if isinstance(entry, str) else entry[0] for entry in forward]
-        own = ["compute", "all_gather"]
-        assert kinds[:-1] == [*own, *own, "compute", "wait", "wait", "compute"]  # k, v, q; the last gathers the output
-        kinds = [entry if isinstance(entry, str) else entry[0] for entry in backward]
-        scattered = ["reduce_scatter"] * 2  # while the gradients of q are computed, and then of v
-        assert kinds[:9] == ["compute", *scattered, *(["compute"] * 2 + ["wait"]) * 2]
+    (forward, backward), prefetches = (
+        logs,
+        [(group.before, [prefetch.reader for prefetch in group.conversions]) for group in sharded.prefetches],
+    )
+    assert prefetches == [(name, ["scaled_dot_product_attention"]) for name in ("linear_1", "linear_2")]
+    kinds = [entry if isinstance(entry, str) else entry[0] for entry in forward]
+    own = ["compute", "all_gather"]
+    assert kinds[:-1] == [*own, *own, "compute", "wait", "wait", "compute"]  # k, v, q; the last gathers the output
+    kinds = [entry if isinstance(entry, str) else entry[0] for entry in backward]
+    scattered = ["reduce_scatter"] * 2  # while the gradients of q are computed, and then of v
+    assert kinds[:9] == ["compute", *scattered, *(["compute"] * 2 + ["wait"]) * 2]
 
 
 @on_ranks(2)

@@ -1,8 +1,9 @@
 """From a few configured operators to the layouts of all: against Megatron-core's plan, the optimum and the baseline."""
 
+import collections
+
 import pytest
 import torch
-from breadth_first import breadth_first
 from small_models import GPT, Bert, Llama, ResNet
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -149,6 +150,37 @@ CONFIGURED = {
     "bert": {"up": ([None, ("mp", 1)], None), "o": ([None, (1, "mp")], None)},
     "resnet": {"conv1": ([("mp", 1, 1, 1), None], None), "head": ([None, (1, "mp")], None)},
 }
+
+
+def breadth_first(problem, start):
+    """Propagate as MindSpore does: outward from `start`, each choice by its own cost and the edge to it."""
+    near = {name: [] for name in problem.sizes}
+    for (first, second), costs in problem.pairs.items():
+        near[first].append((second, costs))
+        near[second].append((first, costs.T))
+    chosen = {}
+    queue = collections.deque()
+
+    def decide(name, costs):
+        if name not in chosen:
+            chosen[name] = int(costs.argmin())
+            queue.append(name)
+
+    for name in start:
+        decide(name, problem.own[name])
+    for name in problem.sizes:  # what nothing configured reaches begins by itself
+        decide_all(queue, near, chosen, problem, decide)
+        decide(name, problem.own[name])
+    decide_all(queue, near, chosen, problem, decide)
+    return chosen
+
+
+def decide_all(queue, near, chosen, problem, decide):
+    """Spread from the queue."""
+    while queue:
+        name = queue.popleft()
+        for other, costs in near[name]:
+            decide(other, problem.own[other] + costs[chosen[name]])
 
 
 @pytest.mark.sample(1)

@@ -4,6 +4,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
+from one_card import box_of
 from plans import by_hand
 from pool import on_ranks
 from sharded_models import BATCHES, EXACT, S0, C, R, made, mesh_of, planned
@@ -56,7 +57,6 @@ def test_tensor_shards(group):
     for name, tensor in whole.state_dict().items():
         piece = found[name]
         assert piece.shape == tensor.shape
-        box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.local.shape, strict=True))
-        assert torch.equal(piece.local, tensor[box])
+        assert torch.equal(piece.local, tensor[box_of(piece)])
     assert found["layers.0.up.weight"].local is sharded.get_parameter("layers.0.up.weight")
     assert any(piece.local.shape != piece.shape for piece in found.values())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from layout_definition import STATES, gradient_layout, join_all, split_all
 from links import link_costs
+from pool import on_ranks
 
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -105,7 +106,8 @@ def test_no_more_collectives_than_needed(ranks):
         assert ran == COLLECTIVES
 
 
-def odd_cases(group):
+@on_ranks(2)
+def test_odd_cases(group):
     """No conversion returns the same tensor; integers and 16-bit types convert; a slice frees the whole tensor."""
     mesh, costs = mesh_of((2,))
     x = torch.arange(12.0).reshape(4, 3)
@@ -126,9 +128,4 @@ def odd_cases(group):
     except ValueError as error:
         found["refused"] = "2 placements on a mesh of 1" in str(error)
     assert dist.get_world_size() == 2
-    return found
-
-
-def test_odd_cases(ranks):
-    for found in ranks(2).run(odd_cases):
-        assert found == dict.fromkeys(["same", "integers", "memory", "bfloat16", "without gradient", "refused"], True)
+    assert found == dict.fromkeys(["same", "integers", "memory", "bfloat16", "without gradient", "refused"], True)

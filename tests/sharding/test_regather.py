@@ -5,10 +5,13 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import _Watch
 from pool import on_ranks
-from sharded_models import made, mesh_of
+from sharded_models import CHUNKS, made, mesh_of
 from torch import nn
 
+from ascend_parallel import Settings
+from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
@@ -61,8 +64,10 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def recomputed(group, collectives):
-    """Return the number of gathered weights alive after forward, and the number of gathers. Checks the gradients."""
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
+@on_ranks(2)
+def test_recompute_gathers_weights_a_second_time(group, collectives):
     whole, x = made(Deep), torch.arange(32, dtype=torch.float64).reshape(4, 8) / 32
     plan = sharded_parameters(
         propagate(trace(whole, (x,)), mesh_of((2,)), {}, semi_auto="mp", objective="redistribution"), "mp"
@@ -82,13 +87,8 @@ def recomputed(group, collectives):
     found, expected = sharded.full_gradients(), {name: param.grad for name, param in whole.named_parameters()}
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
-    return shapes.count((12, 8)) + shapes.count((8, 12)), gathers
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("collectives", ["keep", "recompute"])
-def test_recompute_gathers_weights_a_second_time(ranks, collectives):
-    assert ranks(2).run(recomputed, collectives) == [(0, 12), (0, 12)]
+    assert shapes.count((12, 8)) + shapes.count((8, 12)) == 0
+    assert gathers == 12
 
 
 @pytest.mark.parametrize("what", ["input", "scale"])
@@ -100,3 +100,55 @@ def test_a_change_of_a_saved_tensor_is_refused(group, what):
         {"input": x, "scale": sharded.scale}[what].mul_(3)
     with pytest.raises(RuntimeError, match=r"was changed in place after forward|has been modified inplace"):
         loss.backward()
+
+
+class Wide(nn.Module):
+    """Much more weight than activations; two matmuls of the same input, run as one matmul."""
+
+    def __init__(self, layers=4, width=256):
+        super().__init__()
+        self.one = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.two = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for first, second in zip(self.one, self.two, strict=True):
+            x = torch.tanh(first(x)) + second(x).sin()
+        return x.square().sum()
+
+
+def kept_for_backward(group, mesh_shape, frozen):
+    """Return, with and without gathering again, the bytes that a forward keeps, and gradients that agree."""
+    torch.manual_seed(1)
+    model = Wide().double()
+    if frozen:
+        model.one.requires_grad_(False)
+    x = torch.randn(12, 256, dtype=torch.float64, requires_grad=True)
+    graph, found, gradients = trace(model, (x,)), [], []
+    if len(mesh_shape) == 2:
+        columns = dict.fromkeys(("one.*", "two.*"), ((("dp", None), ("mp", None)), None))
+        plan = propagate(graph, mesh_of(mesh_shape), columns, objective="redistribution")
+    else:
+        rows = dict.fromkeys(("one.*", "two.*"), ((("dp", None), (None, None)), None))
+        plan = propagate(graph, ProcessMesh(list(range(*mesh_shape)), ["dp"]), rows, objective="redistribution")
+    model(x).backward()
+    truth = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    for regather in (True, False):
+        sharded = ShardedModule(model, sharded_parameters(plan, regather=regather), settings=Settings(**CHUNKS))
+        sharded(x.detach().requires_grad_())
+        losses = []
+        with _Watch() as watch:
+            losses.append(sharded(x.detach().requires_grad_()))
+            found.append(watch.alive)
+            losses[0].backward()
+        torch.testing.assert_close(sharded.full_gradients(), truth, rtol=1e-10, atol=1e-12)
+        gradients.append({name: param.grad for name, param in sharded.named_parameters() if param.grad is not None})
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    weights = sum(param.numel() for param in model.parameters()) * 8
+    return found, weights // (mesh_shape[1] if len(mesh_shape) == 2 else 1)
+
+
+@pytest.mark.parametrize(("mesh_shape", "frozen"), [((2,), False), ((3,), True), ((2, 2), False)])
+def test_gathered_weights_are_not_kept(ranks, mesh_shape, frozen):
+    for (again, kept), weights in ranks(torch.Size(mesh_shape).numel()).run(kept_for_backward, mesh_shape, frozen):
+        assert kept - again >= 0.95 * weights
+        assert again < 0.1 * weights

@@ -183,7 +183,7 @@ def test_every_pair_on_a_line(ranks, count, shape):
 @pytest.mark.parametrize(
     ("array", "shape", "stride"),
     [
-        ([[0, 1], [2, 3]], (5, 3), 1),
+        ([[0, 1], [2, 3]], (5, 3), 3),
         ([[0, 1], [2, 3]], (4, 8), 11),
         ([[4, 1, 2], [0, 5, 3]], (7, 5), 11),
         ([[[3, 1]], [[2, 0]]], (3, 5), 463),
@@ -229,7 +229,8 @@ def test_across_planes(ranks, source, target):
     check_bytes_across(shape, *meshes, pairs, results)
 
 
-def published_examples(group):
+@on_ranks(6)
+def test_the_published_example_of_shard_tensor(group):
     """A (4, 3) tensor on a 2 x 3 mesh."""
     mesh = ProcessMesh([[0, 1, 2], [3, 4, 5]], dim_names=["x", "y"])
     x = torch.arange(12.0).view(4, 3)
@@ -240,11 +241,7 @@ def published_examples(group):
     assert sharded.to_local().shape == (2, 1)
     assert torch.equal(sharded.to_local(), x[2 * row : 2 * row + 2, column : column + 1])
     assert torch.equal(unshard(sharded), x)
-    return sharded.placements
-
-
-def test_the_published_example_of_shard_tensor(ranks):
-    assert ranks(6).run(published_examples) == [(Shard(0), Shard(1))] * 6
+    assert sharded.placements == (Shard(0), Shard(1))
 
 
 def published_reshard(group):
@@ -337,11 +334,8 @@ def test_the_device_of_a_torch_built_for_an_accelerator(monkeypatch, available, 
     assert default_device(group) == device
 
 
-def limits(group):
-    mesh = ProcessMesh([[0, 1]])
-    return {group_timeout(mesh.group(dim)) for dim in (0, 1)} == {time_limit(group)}
-
-
-def test_the_groups_of_a_mesh_wait_as_long_as_the_programs_default_group(ranks):
+@on_ranks(2)
+def test_the_groups_of_a_mesh_wait_as_long_as_the_programs_default_group(group):
     """Of torch's own DeviceMesh a group of a part of the ranks has half an hour."""
-    assert ranks(2).run(limits) == [True, True]
+    mesh = ProcessMesh([[0, 1]])
+    assert {group_timeout(mesh.group(dim)) for dim in (0, 1)} == {time_limit(group)}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_card import losses_of
 from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,17 +31,15 @@ def data():
     return [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
 
+def squares(net, x):
+    return (net(x) ** 2).sum()
+
+
 def trained():
     """The truth: losses, parameters and Adam's first moments."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    losses = []
-    for x in data():
-        loss = (net(x) ** 2).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(net, optimizer, zip(data()), squares)
     return losses, list(net.parameters()), [optimizer.state[one]["exp_avg"] for one in net.parameters()]
 
 
@@ -119,21 +118,17 @@ def by_adagrad(group, stage, clips):
 )
 def test_adagrad_and_clipped_values(ranks, stage, clips):
     net = model()
-    optimizer, expected = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1), []
-    for x in data():
-        loss = (net(x) ** 2).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        if clips:
-            nn.utils.clip_grad_value_(net.parameters(), 0.5)
-        optimizer.step()
-        expected.append(loss.item())
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    if clips:
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(net.parameters(), 0.5))
+    expected = losses_of(net, optimizer, zip(data()), squares)
     for losses, sizes in ranks(4).run(by_adagrad, stage, clips):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
         assert sizes == ([24, 4, 24, 6] if stage is None else [12, 4, 12, 3])
 
 
-def what_a_step_sends(group):
+@on_ranks(2)
+def test_stage_1_reduces_and_gathers_once(group):
     """Stage 1: a reduce-scatter of the gradient and an all-gather of the parameter, nothing for the state."""
     mesh = ProcessMesh([0, 1], dim_names=["dp"])
     net = shard_layer(nn.Linear(512, 1024, bias=False), mesh)
@@ -142,13 +137,9 @@ def what_a_step_sends(group):
     unshard(net(x).sum()).backward()
     with recorded() as moved:
         optimizer.step()
-    return [(one.kind, one.nbytes) for one in moved], optimizer.state[net.weight]["exp_avg"].to_local().shape
-
-
-def test_stage_1_reduces_and_gathers_once(ranks):
-    for moved, held in ranks(2).run(what_a_step_sends):
-        assert moved == [("reduce_scatter", 1 << 20), ("all_gather", 1 << 20)]
-        assert held == (512, 512)
+    moved, held = [(one.kind, one.nbytes) for one in moved], optimizer.state[net.weight]["exp_avg"].to_local().shape
+    assert moved == [("reduce_scatter", 1 << 20), ("all_gather", 1 << 20)]
+    assert held == (512, 512)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ import pytest
 import small_models
 import torch
 from allocations import peak_bytes
+from one_card import losses_of
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -42,7 +43,9 @@ def train(group, name, mesh_shape):
         ShardedModule(whole, plan, settings=Settings(**CHUNKS)),
     ]
     ascend_parallel.ops.COUNTS.clear()
-    losses = [losses_of(model, batch) for model in (whole, *models)]
+    losses = [
+        losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [batch] * 10) for model in (whole, *models)
+    ]
     state = whole.state_dict()
     for model in models:
         found = model.full_state_dict()
@@ -50,17 +53,6 @@ def train(group, name, mesh_shape):
         torch.testing.assert_close(found, state, rtol=1e-8, atol=1e-10)
     counts = [{key: count / 10 for key, count in seen(model).items()} for model in models]
     return losses, counts, planned_collectives(plan), calls_of(ascend_parallel.ops.COUNTS.as_dict())
-
-
-def losses_of(model, batch):
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(10):
-        loss = model(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.sample(1)

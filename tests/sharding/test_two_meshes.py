@@ -67,11 +67,12 @@ def trained(group, between, loss, whole):
     return values, unshard(w0).detach(), unshard(w1).detach()
 
 
-@pytest.mark.sample("written-mse-unshard")
-@pytest.mark.parametrize("whole", [True, False], ids=["unshard", "dtensors"])
-@pytest.mark.parametrize(
-    ("between", "loss"), [*((each, "mse") for each in BETWEEN), ("nothing", "cross entropy")], ids=str
-)
+CASES = [(each, "mse", True) for each in BETWEEN]
+CASES += [("nothing", loss, False) for loss in LOSSES]  # a loss of DTensors
+
+
+@pytest.mark.sample("written-mse-True")
+@pytest.mark.parametrize(("between", "loss", "whole"), CASES, ids=str)
 def test_the_two_mesh_example_trains(ranks, between, loss, whole):
     x, w0, w1, target = tensors()
     w0, w1 = torch.nn.Parameter(w0), torch.nn.Parameter(w1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import on_ranks
 from torch import nn
 
 from ascend_parallel.sharding import (
@@ -88,7 +89,20 @@ def trained(model, given):
     return losses
 
 
-def same(group, shape, names, wanted, options):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("count", "shape", "names", "wanted", "options"),
+    [
+        (2, (2,), ["mp"], CUT, {}),
+        (3, (3,), ["mp"], CUT, {"label_smoothing": 0.1, "reduction": "sum"}),
+        (4, (4,), ["mp"], CUT, {"reduction": "none"}),
+        (4, (2, 2), ["dp", "mp"], CUT | {LOSS: ([("dp", "mp")], None)}, {"label_smoothing": 0.2}),
+        (4, (2, 2), ["dp", "mp"], {LOSS: ([(None, ("dp", "mp"))], None)}, {}),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_it_trains_like_the_whole_model(group, shape, names, wanted, options):
     """Run ten steps of the graph, the eager model and the whole model, in float64."""
     mesh = ProcessMesh(torch.arange(group.size()).view(shape).tolist(), names)
     models = []
@@ -107,26 +121,11 @@ def same(group, shape, names, wanted, options):
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     torch.testing.assert_close(graph.full_gradients(), gradients)
     torch.testing.assert_close({name: unshard(one.grad) for name, one in eager.named_parameters()}, gradients)
-    return losses[0][-1].sum() < losses[0][0].sum()
+    assert losses[0][-1].sum() < losses[0][0].sum()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("count", "shape", "names", "wanted", "options"),
-    [
-        (2, (2,), ["mp"], CUT, {}),
-        (3, (3,), ["mp"], CUT, {"label_smoothing": 0.1, "reduction": "sum"}),
-        (4, (4,), ["mp"], CUT, {"reduction": "none"}),
-        (4, (2, 2), ["dp", "mp"], CUT | {LOSS: ([("dp", "mp")], None)}, {"label_smoothing": 0.2}),
-        (4, (2, 2), ["dp", "mp"], {LOSS: ([(None, ("dp", "mp"))], None)}, {}),
-    ],
-    ids=str,
-)
-def test_it_trains_like_the_whole_model(ranks, count, shape, names, wanted, options):
-    assert all(ranks(count).run(same, shape, names, wanted, options))
-
-
-def lost(group):
+@on_ranks(2)
+def test_a_target_beyond_the_vocabulary_is_an_error(group):
     """A target beyond the vocabulary is an error on every rank, and bf16 is computed in fp32."""
     torch.manual_seed(0)
     model, given = Model(), batch()
@@ -142,8 +141,3 @@ def lost(group):
     loss = sharded(*given)
     assert loss.dtype == torch.bfloat16
     torch.testing.assert_close(loss, model(*given))
-    return True
-
-
-def test_a_target_beyond_the_vocabulary_is_an_error(ranks):
-    assert all(ranks(2).run(lost))

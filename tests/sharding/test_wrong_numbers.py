@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pool import on_ranks
 from torch import nn
 
 import ascend_parallel
@@ -87,24 +88,6 @@ class Inner(nn.Module):
         return torch.inner(x, self.b)
 
 
-def equal(group, kind, strategies):
-    """Run three steps of the sharded and the whole model: compare input gradient, parameters and buffers."""
-    mesh = ProcessMesh(list(range(group.size())), ["mp"])
-    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    for overlap in (False, True):
-        torch.manual_seed(0)
-        whole = kind().double()
-        sharded = ShardedModule(
-            whole,
-            propagate(trace(whole, (x,)), mesh, strategies, objective="redistribution"),
-            overlap=overlap,
-        )
-        found, expected = (trained(model, x) for model in (sharded, whole))
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(sharded.full_state_dict(), dict(whole.state_dict()))
-    return True
-
-
 def trained(model, x):
     """Take three steps and return the gradient of the input in the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,11 +111,27 @@ def trained(model, x):
     ],
     ids=lambda one: one.__name__ if isinstance(one, type) else "",
 )
-def test_a_part_computes_what_the_whole_does(ranks, kind, strategies):
-    assert ranks(2).run(equal, kind, strategies) == [True, True]
+@on_ranks(2)
+def test_a_part_computes_what_the_whole_does(group, kind, strategies):
+    """Run three steps of the sharded and the whole model: compare input gradient, parameters and buffers."""
+    mesh = ProcessMesh(list(range(group.size())), ["mp"])
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        whole = kind().double()
+        sharded = ShardedModule(
+            whole,
+            propagate(trace(whole, (x,)), mesh, strategies, objective="redistribution"),
+            overlap=overlap,
+        )
+        found, expected = (trained(model, x) for model in (sharded, whole))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(sharded.full_state_dict(), dict(whole.state_dict()))
 
 
-def exact(group):
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks()
+def test_resharding_changes_no_number(group):
     """Integers, booleans and numbers near the largest come back as they were."""
     mesh = ProcessMesh(list(range(group.size())))
     for dtype, value in (
@@ -153,15 +152,10 @@ def exact(group):
                     reshard(cut, mesh, [Partial("avg")])
     with pytest.raises(ValueError, match="complex numbers have no order"):
         reshard(shard_tensor(torch.ones(4, dtype=torch.complex64), mesh, [Shard(0)]), mesh, [Partial("max")])
-    return True
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_resharding_changes_no_number(ranks, count):
-    assert all(ranks(count).run(exact))
-
-
-def wrongly(group):
+@on_ranks(2)
+def test_what_is_of_another_type_is_told(group):
     """What is no DTensor, no list of placements, no Settings is told so."""
     mesh = ProcessMesh([0, 1], ["mp"])
     x = shard_tensor(torch.ones(4), mesh, [Shard(0)])
@@ -177,11 +171,6 @@ def wrongly(group):
     plan = propagate(trace(model, (torch.zeros(2, 4),)), mesh, objective="redistribution")
     with pytest.raises(TypeError, match=r"settings=\{\}: give ascend_parallel.Settings"):
         ShardedModule(model, plan, settings={})
-    return True
-
-
-def test_what_is_of_another_type_is_told(ranks):
-    assert all(ranks(2).run(wrongly))
 
 
 class Mixed(nn.Module):
@@ -223,7 +212,8 @@ class Flexible(nn.Module):
         return self.drop(self.a(x)) * k + a - 3 * b["one"] + 2 * b["two"]
 
 
-def arguments(group):
+@on_ranks(2)
+def test_arguments_are_those_that_were_traced(group):
     """Arguments are matched by the signature; arguments that do not match are an error."""
     model, mesh = Flexible(), ProcessMesh([0, 1], ["mp"])
     torch.manual_seed(0)
@@ -255,27 +245,19 @@ def arguments(group):
     other = Flexible().float()
     with pytest.raises(ValueError, match=r"is \[4, 4\] of torch.float32; traced was"):
         ShardedModule(other, sharded.plan)
-    return True
 
 
-def test_arguments_are_those_that_were_traced(ranks):
-    assert all(ranks(2).run(arguments))
-
-
-def other_seed(group):
+@on_ranks(2)
+def test_ranks_with_different_models_are_told(group):
     torch.manual_seed(group.rank())
     model = nn.Linear(4, 4)
     plan = propagate(trace(model, (torch.zeros(2, 4),)), ProcessMesh([0, 1], ["mp"]), objective="redistribution")
     with pytest.raises(ascend_parallel.DisagreementError, match="the model's parameters is"):
         ShardedModule(model, plan)
-    return True
 
 
-def test_ranks_with_different_models_are_told(ranks):
-    assert all(ranks(2).run(other_seed))
-
-
-def beyond(group):
+@on_ranks(2)
+def test_an_id_beyond_a_cut_vocabulary_is_an_error(group):
     """An id beyond the vocabulary is an error, also where no rank has its row."""
     model = nn.Embedding(8, 4)
     torch.manual_seed(0)
@@ -291,8 +273,3 @@ def beyond(group):
     torch.testing.assert_close(sharded(ids), model(ids))
     with pytest.raises(RuntimeError, match="beyond the embedding's rows"):
         sharded(ids + 8)
-    return True
-
-
-def test_an_id_beyond_a_cut_vocabulary_is_an_error(ranks):
-    assert all(ranks(2).run(beyond))

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import hf_decoders as example
 import torch
+from one_card import box_of
 
 from ascend_parallel.training import train_step
 
@@ -71,7 +72,6 @@ def check_step(name, strategy, changes, of_one_card=None, tolerance=EXACT, batch
     held = {key: value for key, value in shards.items() if key in dict(whole.named_parameters())}
     assert held
     for key, shard in held.items():
-        box = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.local.shape, strict=True))
-        own, after = before[key][box], whole.get_parameter(key).detach()[box]
+        own, after = (state[key][box_of(shard)] for state in (before, whole.state_dict()))
         torch.testing.assert_close(own - shard.local.detach(), own - after, **tolerance, msg=lambda m: f"{key}: {m}")  # noqa: B023
     return set(held)

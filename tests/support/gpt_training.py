@@ -3,6 +3,16 @@
 import contextlib
 
 import torch
+from megatron_cpu import (
+    end_model_parallel,
+    finalize_gradients,
+    megatron_on_cpu,
+    next_token_loss,
+    small_gpt,
+    start_model_parallel,
+)
+
+import ascend_parallel
 
 # Regions, even of the few rows of small_gpt; and small_gpt's options in Llama's style.
 REGION = {"num_chunks": 4, "region": True, "region_rows": 16}
@@ -17,10 +27,6 @@ LLAMA = {
 @contextlib.contextmanager
 def megatron(tensor_parallel, **options):
     """Run with Megatron-core on the CPU and its groups; switch everything off afterwards."""
-    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
-
-    import ascend_parallel
-
     with megatron_on_cpu():
         start_model_parallel(tensor_parallel, **options)
         try:
@@ -32,10 +38,6 @@ def megatron(tensor_parallel, **options):
 
 def train(options, overlap):
     """Train from scratch; return every loss, the last gradients and the operators' counts."""
-    from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
-
-    import ascend_parallel
-
     options = dict(options)
     dropout, steps, seq = options.pop("dropout", 0.0), options.pop("steps", 3), options.pop("seq", 64)
     settings = options.pop("settings", {"num_chunks": 4})
@@ -84,7 +86,6 @@ def pipeline_step(model, batches, micro_batches=3):
 
 def both(group, options):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     with megatron_on_cpu():
         start_model_parallel(group.size())

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import warnings
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
 
 import ascend_parallel
-from ascend_parallel.ops import bits
+from ascend_parallel.ops import COUNTS, bits
 
 VOCABULARY, ROWS = 480, (2, 96)
 SHAPE = {
@@ -60,6 +61,20 @@ def write(folder, name, **changes):
     path = str(folder / name)
     model_of(name, **changes).save_pretrained(path)
     return path
+
+
+class Written:
+    """Random models, each written to a folder once for all tests of a module."""
+
+    def __init__(self, folder):
+        self.folder, self.paths = folder, {}
+
+    def __call__(self, name, **changes):
+        """Return a model's path."""
+        key = (name, *changes.items())
+        if key not in self.paths:
+            self.paths[key] = write(self.folder / str(len(self.paths)), name, **changes)
+        return self.paths[key]
 
 
 @contextlib.contextmanager
@@ -117,6 +132,26 @@ def both(model, run, **settings):
         return plain, run(model)
     finally:
         ascend_parallel.configure(num_chunks=1)
+
+
+def count_of(operator, what="calls"):
+    """Return how often an overlapped operator was called in this process, or in how many chunks."""
+    return COUNTS.as_dict().get(operator, {what: 0})[what]
+
+
+def checked(model, run, module, name, change):
+    """Return the report of a checked step, and the error of one with `change` around a function of a module."""
+    ascend_parallel.configure(num_chunks=4, verify_every=1)
+    run(model)
+    report = str(ascend_parallel.verification())
+    try:
+        with mock.patch.object(module, name, change(getattr(module, name))):
+            run(model)
+        return report, ""
+    except ascend_parallel.VerificationError as error:
+        return report, str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
 
 
 def unequal(plain, overlapped):

@@ -1,26 +1,16 @@
 """Real layers called with verification on, for tests."""
 
-import logging
 from contextlib import contextmanager
 
 import torch
 from layers import Layers, same
 
-
-@contextmanager
-def lines():
-    """Collect what is logged."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
-    yield said
-    logging.getLogger("ascend_parallel").removeHandler(handler)
+import ascend_parallel
 
 
 @contextmanager
 def verifying(group, **settings):
     """Real layers with verification, reports from scratch."""
-    import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
 
     with Layers(group.size()) as layers:
@@ -44,7 +34,6 @@ def run(layer, shape, seed=0, backward=True, call=None, dtype=torch.float32):
 
 def with_and_without(group, kind, shape, options, settings, prepare=None, **how):
     """Run two layers alike, verified and not; return what differs and the report."""
-    import ascend_parallel
     from ascend_parallel.diagnostics.verify import LEDGER
 
     runs = []

@@ -2,14 +2,15 @@
 
 import torch
 import torch.distributed as dist
+from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
+
+import ascend_parallel
 
 
 class Layers:
     """One world of model-parallel groups, in which layers run unpatched and patched."""
 
     def __init__(self, tp, settings=None, **config):
-        from megatron_cpu import megatron_on_cpu, start_model_parallel
-
         self._shims = megatron_on_cpu()
         self._shims.__enter__()
         start_model_parallel(tp)
@@ -19,10 +20,6 @@ class Layers:
         return self
 
     def __exit__(self, *_):
-        from megatron_cpu import end_model_parallel
-
-        import ascend_parallel
-
         ascend_parallel.configure(num_chunks=1)
         end_model_parallel()
         self._shims.__exit__(None, None, None)
@@ -48,8 +45,6 @@ class Layers:
 
     def compare(self, kind, shape, *, settings=None, forward=None, sizes=(64, 96), **arguments):
         """Run forward and backward unpatched, then patched; return what differs, and how the patched run went."""
-        import ascend_parallel
-
         runs, counts = [], {}
         for overlapped in (False, True):
             ascend_parallel.configure(**({**self.settings, **(settings or {})} if overlapped else {"num_chunks": 1}))

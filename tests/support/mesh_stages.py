@@ -1,12 +1,10 @@
-"""What tests of stages on meshes of different shapes share: meshes, strategies, a model of two layers."""
+"""Strategies of the example's GPT cut as Megatron-core does, stages on meshes of different shapes, two small layers."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ascend_parallel.training import (
-    PipelineOptions,
-)
+from ascend_parallel.training import PipelineOptions
 
 COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
 MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}

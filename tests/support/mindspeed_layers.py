@@ -1,8 +1,5 @@
 """A column and a row layer under MindSpeed, compared with unsharded layers in float64: outputs and every gradient."""
 
-import logging
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
@@ -72,12 +69,3 @@ def compare(model, weights=None, norm=None):
 
 def close(got, truth):
     return (got.double() - truth).abs().max().item() <= 2e-5 * truth.abs().max().item()
-
-
-@contextmanager
-def logged():
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
-    yield lines
-    logging.getLogger("ascend_parallel").removeHandler(handler)

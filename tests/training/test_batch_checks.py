@@ -5,7 +5,10 @@ import modes
 import pytest
 import torch
 import torch.distributed as dist
-from test_train_step import MEGATRON, check
+from mesh_stages import MEGATRON
+from one_card import losses_of
+from pool import on_ranks
+from test_train_step import check
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ascend_parallel.process_groups.consistency import DisagreementError
@@ -111,15 +114,7 @@ def trained_on_parts(_group, options, more):
     parts = [tuple(tensor.chunk(2)[place] for tensor in gpt.batch_of(number)) for number in range(steps)]
     losses = [step(*part).item() for part in parts]
     step.close()
-    model, optimizer = small()
-    expected = []
-    for number in range(steps):
-        loss = model(*gpt.batch_of(number))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    return losses, expected, 0.0
+    return losses, losses_of(*small(), map(gpt.batch_of, range(steps))), 0.0
 
 
 @pytest.mark.sample(1)
@@ -160,16 +155,12 @@ def test_what_one_rank_alone_finds_wrong_with_its_batch_the_others_are_told(rank
     assert "argument 0 of the batch is [8, 16]" in second[1]
 
 
-def refused(_group, every):
-    model, optimizer = small()
-    with pytest.raises(StrategyOptionError) as error:
-        train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}), check_batches=every)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("every", [-1, 1.5, True])
-def test_a_number_of_batches_that_is_none_is_refused_by_name(ranks, every):
-    assert all(f"check_batches={every!r}: give a whole number" in message for message in ranks(2).run(refused, every))
+@on_ranks(2)
+def test_a_number_of_batches_that_is_none_is_refused_by_name(_group, every):
+    model, optimizer = small()
+    with pytest.raises(StrategyOptionError, match=f"check_batches={every!r}: give a whole number"):
+        train_step(model, gpt.batch_of(0), optimizer, Strategy(mode="data", mesh={"dp": 2}), check_batches=every)
 
 
 def test_the_data_rank_is_the_place_along_the_data_dimension():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import LAYOUTS, are_as_in, model_tensors, optimizer_tensors, ranks_of, tensor_shards
+from pool import on_ranks
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import (
@@ -76,25 +77,22 @@ def save_copies(group, path):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_asynchronous_save_is_of_the_moment_it_was_called(ranks, tmp_path, count):
-    assert all(ranks(count).run(save_and_change, tmp_path))
-
-
-def save_and_change(group, path):
+@on_ranks()
+def test_an_asynchronous_save_is_of_the_moment_it_was_called(group, tmp_path):
     rows = torch.full((2, 300_000), float(group.rank()))
     model = {"w": TensorShard(rows, (2 * group.size(), 300_000), (2 * group.rank(), 0))}
-    begun = save(path, step=1, model=model, asynchronous=True)
+    begun = save(tmp_path, step=1, model=model, asynchronous=True)
     for _ in range(3):  # training goes on, with collectives of its own
         rows.add_(100.0)
         dist.all_reduce(rows)
-    second = save(path, step=2, model=model, asynchronous=True)  # waits for the first
+    second = save(tmp_path, step=2, model=model, asynchronous=True)  # waits for the first
     assert begun.done()
     changed = rows.clone()
     rows.zero_()
-    load(path, model=model, step=1)  # waits for the second
+    load(tmp_path, model=model, step=1)  # waits for the second
     first = rows.clone()
-    load(path, model=model)
-    return second.done() and torch.equal(rows, changed) and (first == group.rank()).all().item()
+    load(tmp_path, model=model)
+    assert second.done() and torch.equal(rows, changed) and (first == group.rank()).all()
 
 
 def test_the_error_of_an_asynchronous_save_is_raised_by_wait_and_by_the_next_call(ranks, tmp_path):

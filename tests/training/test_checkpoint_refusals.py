@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import model_tensors, tensor_shards
+from pool import on_ranks
 from test_checkpoint import save_as
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -141,12 +142,8 @@ def test_a_step_is_not_saved_over(tmp_path):
         save(tmp_path, step=3, model=model)
 
 
-def test_what_is_no_box_is_refused_by_name(ranks):
-    for results in ranks(2).run(refuse_partial):
-        assert "w is placed as" in results
-
-
-def refuse_partial(group):
+@on_ranks(2)
+def test_what_is_no_box_is_refused_by_name(group):
     mesh = init_device_mesh("cpu", (2,))
     whole = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     module = torch.nn.Module()
@@ -156,4 +153,5 @@ def refuse_partial(group):
     assert distribute_tensor(torch.ones(2), mesh, [Replicate()]).to_local().shape == (2,)
     with pytest.raises(ValueError, match="redistribute it first") as error:
         tensor_shards_of(module)
-    return str(error.value)
+    results = str(error.value)
+    assert "w is placed as" in results

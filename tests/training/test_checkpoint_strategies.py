@@ -1,16 +1,16 @@
-"""Training saved under one strategy continues under another, with the whole model's losses throughout."""
+"""Training saved under one strategy continues under another, also on other meshes, with the whole model's losses."""
 
 import gpt
 import pytest
 import torch
+from mesh_stages import ACROSS, LINE, MEGATRON, SQUARE, semi_auto
+from one_card import losses_of
 from torch import nn
 from torch.nn import functional as F
 
 from ascend_parallel.training import PipelineOptions, Recompute, ShardingOptions, Strategy, train_step
 
-COLUMNS, ROWS = ([("dp", 1, 1), ("tp", 1)], None), ([("dp", 1, "tp"), (1, "tp")], None)
-MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
-TP = {"mode": "semi_auto", "mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON}
+TP = {"mode": "semi_auto", "mesh": SQUARE, "operators": MEGATRON}
 
 
 class Tied(gpt.GPT):
@@ -51,6 +51,21 @@ STRATEGIES = {
         "pipeline": PipelineOptions(degree=2, micro_batches=4, schedule="interleaved_1f1b", virtual_stages=2),
         "sharding": ShardingOptions(zero_stage=1),
     },
+    # On 8 ranks, with stages on meshes of different shapes, which cut the tied embedding in different ways.
+    "square, line": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=1)),
+    "line, across": semi_auto(LINE, ACROSS, sharding=ShardingOptions(zero_stage=2)),
+    "equal meshes": {
+        "mode": "data",
+        "mesh": {"dp": 4},
+        "pipeline": PipelineOptions(degree=2, micro_batches=4),
+        "sharding": ShardingOptions(zero_stage=3),
+    },
+    "three meshes": semi_auto({"dp": 1, "tp": 2}, LINE, {"dp": 2, "tp": 1}),
+}
+# Each goes on where the one before it has saved; the last of the 4 ranks runs the model's own code.
+CHAINS = {
+    4: ("zero 1", "pipeline", "zero 2 by parameters", "interleaved", "zero 3", "zero 1"),
+    8: ("square, line", "line, across", "equal meshes", "three meshes"),
 }
 
 
@@ -61,16 +76,12 @@ def made(options):
     return model, optimizer, Strategy(**{**options, "max_norm": 0.5})
 
 
-# Each goes on where the one before it has saved; the last runs the model's own code.
-CHAIN = ("zero 1", "pipeline", "zero 2 by parameters", "interleaved", "zero 3", "zero 1")
-
-
-def change(_group, folder):
+def change(group, folder):
     """Train 4 batches under each strategy of the chain, with a save and a load between them; return the losses."""
-    losses = []
-    for place, name in enumerate(CHAIN):
+    losses, chain = [], CHAINS[group.size()]
+    for place, name in enumerate(chain):
         model, optimizer, strategy = made(STRATEGIES[name])
-        static = place < len(CHAIN) - 1
+        static = group.size() == 8 or place < len(chain) - 1
         step = train_step(model, gpt.batch_of(0), optimizer, strategy, static=static)
         if place:
             assert step.load(folder) == {"told": 7}
@@ -81,22 +92,11 @@ def change(_group, folder):
     return losses
 
 
-def whole():
-    model, optimizer, strategy = made(STRATEGIES["zero 1"])
-    losses = []
-    for number in range(4 * len(CHAIN)):
-        loss = model(*gpt.batch_of(number))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), strategy.max_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.slow
-def test_training_goes_on_under_another_strategy(ranks, tmp_path):
-    found = ranks(4).run(change, str(tmp_path))
-    expected = whole()
-    for losses in found:
+@pytest.mark.parametrize("count", CHAINS)
+def test_training_goes_on_under_another_strategy(ranks, tmp_path, count):
+    model, optimizer, strategy = made(STRATEGIES["zero 1"])
+    batches = map(gpt.batch_of, range(4 * len(CHAINS[count])))
+    expected = losses_of(model, optimizer, batches, max_norm=strategy.max_norm)
+    for losses in ranks(count).run(change, str(tmp_path)):
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)

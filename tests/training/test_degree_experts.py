@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import most_bytes_of_a_step
 from brute_force_degrees import step_of_whole_plan
+from one_card import losses_of
 
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -169,13 +170,7 @@ def trained(group, tables):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_degrees_train_as_one_card_does(ranks, mesh):
     model, batch = model_and_batch()
-    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(2):
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [batch] * 2)
     degrees = degrees_of(*mesh)
     found = ranks(4).run(trained, degrees.tables(("layers.*",), HARDWARE, None))
     for losses, _ in found:

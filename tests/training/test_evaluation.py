@@ -5,8 +5,9 @@ import copy
 import gpt
 import pytest
 import torch
+from one_card import farthest
 from pool import on_ranks
-from test_train_step import LAYERS, TP, farthest, model_and_optimizer
+from test_train_step import LAYERS, TP, model_and_optimizer
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,26 +90,6 @@ def test_without_dropout_by_running_statistics_and_training_goes_on_as_if_nobody
         assert len(set(looks)) > 2
 
 
-def looked_at(_group, options, more):
-    """Return the losses evaluated before and after a step, by the ranks and by one process; and the state's error."""
-    model, optimizer = model_and_optimizer()
-    step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
-    whole, of_whole = model_and_optimizer()
-    found, expected = [], []
-    for number in range(2):
-        found.append(step.evaluate(*gpt.batch_of(5)).item())
-        expected.append(whole(*gpt.batch_of(5)).item())
-        found.append(step(*gpt.batch_of(number)).item())
-        loss = whole(*gpt.batch_of(number))
-        loss.backward()
-        of_whole.step()
-        of_whole.zero_grad()
-        expected.append(loss.item())
-    worst = max(farthest(shard, whole.state_dict()[name]) for name, shard in step.tensor_shards().items())
-    step.close()
-    return found, expected, worst
-
-
 def pipeline(schedule, virtual=1):
     options = PipelineOptions(degree=2, micro_batches=4, schedule=schedule, virtual_stages=virtual)
     return {"mode": "data", "pipeline": options, "overlap": OverlapOptions(operators=False)}
@@ -130,10 +111,25 @@ def pipeline(schedule, virtual=1):
     ],
     ids=["gpipe", "1f1b", "interleaved", "zero bubble", "zbv", "zero 3", "micro-batches", "eager", "hybrid"],
 )
-def test_every_way_to_run_evaluates_as_one_process_and_trains_on(ranks, count, options, more):
-    for found, expected, worst in ranks(count).run(looked_at, options, more):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-        assert worst < 1e-9
+@on_ranks()
+def test_every_way_to_run_evaluates_as_one_process_and_trains_on(_group, options, more):
+    model, optimizer = model_and_optimizer()
+    step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
+    whole, of_whole = model_and_optimizer()
+    found, expected = [], []
+    for number in range(2):
+        found.append(step.evaluate(*gpt.batch_of(5)).item())
+        expected.append(whole(*gpt.batch_of(5)).item())
+        found.append(step(*gpt.batch_of(number)).item())
+        loss = whole(*gpt.batch_of(number))
+        loss.backward()
+        of_whole.step()
+        of_whole.zero_grad()
+        expected.append(loss.item())
+    worst = farthest(step.tensor_shards(), whole.state_dict())
+    step.close()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    assert worst < 1e-9
 
 
 class Branching(nn.Module):
@@ -162,7 +158,8 @@ class Partly(nn.Module):
         return F.mse_loss(x[:, :1] + torch.rand(8, 1).to(x) * 0, y)
 
 
-def partly(_group):
+@on_ranks(2)
+def test_parts_that_train_under_a_root_that_does_not(_group):
     """Evaluate a model, its root in evaluation mode, its submodules training; return losses, truth, and modes."""
     torch.manual_seed(0)
     model = Partly().double().eval()
@@ -175,13 +172,9 @@ def partly(_group):
     modes = [module.training for module in model.modules()]
     expected = whole_of(step, copy.deepcopy(model)).eval()(*of_noise(2)).item()
     step.close()
-    return found, expected, drawn, modes
-
-
-def test_parts_that_train_under_a_root_that_does_not(ranks):
-    for found, expected, drawn, modes in ranks(2).run(partly):
-        assert found[0] == found[1] == pytest.approx(expected, rel=1e-12)
-        assert (drawn, modes) == (True, [False, *[True] * 4])
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-12)
+    assert drawn
+    assert modes == [False, *[True] * 4]
 
 
 @pytest.mark.slow
@@ -207,17 +200,14 @@ class Merging(nn.Module):
         return F.mse_loss(self.linear(x.detach() if self.merged else x), y)
 
 
-def merging(_group):
+@on_ranks(2)
+def test_a_models_own_way_to_change_its_mode_is_taken_back_too(_group):
     model = Merging().double()
     strategy = Strategy(mode="hybrid", mesh={"dp": 2})
     step = train_step(model, of_noise(0), torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     step.evaluate(*of_noise(0))
     step.close()
-    return model.merged
-
-
-def test_a_models_own_way_to_change_its_mode_is_taken_back_too(ranks):
-    assert ranks(2).run(merging) == [False, False]
+    assert not model.merged
 
 
 @on_ranks(2)

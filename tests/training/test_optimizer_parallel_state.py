@@ -5,6 +5,7 @@ from math import inf, prod
 
 import pytest
 import torch
+from one_card import box_of
 from optimizer_cases import OPTIMIZERS, SHAPES, WAYS, Odd, groups, made, pair, seeds
 from pool import on_ranks
 from torch import nn
@@ -132,8 +133,7 @@ def test_master_weights(group, dtype):
         for name, held in shards.items():
             if name.endswith(".master"):
                 truth = master.get_parameter(name.removesuffix(".master")).detach()
-                at = tuple(slice(a, a + b) for a, b in zip(held.offsets, held.local.shape, strict=True))
-                torch.testing.assert_close(held.local, truth[at], rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(held.local, truth[box_of(held)], rtol=1e-6, atol=1e-7)
         assert any(name.endswith(".master") for name in shards)
     without = made(low, kind, unreduced=True)
     assert not any(name.endswith(".master") for name in without.tensor_shards())
@@ -193,8 +193,7 @@ def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states
     if states is not None:
         targets = parallel.empty_tensor_shards()
         for name, shard in targets.items():
-            at = tuple(slice(a, a + b) for a, b in zip(shard.offsets, shard.local.shape, strict=True))
-            shard.local.copy_(states[name][at])
+            shard.local.copy_(states[name][box_of(shard)])
         parallel.load_tensor_shards(targets)
     for step in steps:
         for rank in range(4):  # as many terms, however many ranks
@@ -202,19 +201,17 @@ def kept(group, kind, steps, zero_stage, partition_by, dtype, given=None, states
                 mine(seeds(step, rank), step % 2).backward()
         parallel.step()
         parallel.zero_grad()
-    shards = {name: (held.local, held.shape, held.offsets) for name, held in parallel.tensor_shards().items()}
-    return dict(mine.state_dict()), shards
+    return dict(mine.state_dict()), parallel.tensor_shards()
 
 
 def together(parts):
     """Return whole tensors, made of every rank's shards; each element must be present."""
     found, filled = {}, {}
     for part in parts:
-        for name, (local, shape, offsets) in part.items():
-            whole = found.setdefault(name, torch.zeros(shape, dtype=local.dtype))
-            seen = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-            at = tuple(slice(a, a + b) for a, b in zip(offsets, local.shape, strict=True))
-            whole[at], seen[at] = local, True
+        for name, piece in part.items():
+            whole = found.setdefault(name, torch.zeros(piece.shape, dtype=piece.local.dtype))
+            seen = filled.setdefault(name, torch.zeros(piece.shape, dtype=torch.bool))
+            whole[box_of(piece)], seen[box_of(piece)] = piece.local, True
     assert all(bool(mask.all()) for mask in filled.values())
     return found
 

@@ -1,14 +1,12 @@
-"""Stages on meshes of different shapes: checkpoints, overflows, decoders of transformers, TOML, refusals, by hand."""
+"""Stages on meshes of different shapes: overflows, the example, TOML, refusals, by hand."""
 
 from pathlib import Path
 
-import gpt
 import pytest
 import stage_meshes
 import torch
-from decoders import check_step, decoder
-from hf_decoders import strategy_of
-from mesh_stages import ACROSS, LINE, SMALL, SQUARE, Two, pipeline, rows_of, semi_auto
+from mesh_stages import LINE, SMALL, SQUARE, Two, pipeline, rows_of
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,60 +15,12 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training import (
     AmpOptions,
-    PipelineOptions,
-    ShardingOptions,
     Strategy,
     StrategyOptionError,
     train_step,
 )
 from ascend_parallel.training.pipeline.pipeline import Pipeline
 from ascend_parallel.training.pipeline.stage_assignment import StageError
-
-CHECKPOINTS = {
-    "mixed": semi_auto(SQUARE, LINE, sharding=ShardingOptions(zero_stage=1)),
-    "other": semi_auto(LINE, ACROSS, sharding=ShardingOptions(zero_stage=2)),
-    "equal": {
-        "mode": "data",
-        "mesh": {"dp": 4},
-        "pipeline": PipelineOptions(degree=2, micro_batches=4),
-        "sharding": ShardingOptions(zero_stage=3),
-    },
-    "three": semi_auto({"dp": 1, "tp": 2}, LINE, {"dp": 2, "tp": 1}),
-}
-
-
-def change(_group, folder):
-    """Train 3 batches, save, load under the next strategy, train 3 more; return the losses."""
-    losses = []
-    for number, options in enumerate(CHECKPOINTS.values()):
-        start = 3 * number
-        torch.manual_seed(start)
-        model = gpt.GPT().double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options))
-        if start:
-            assert step.load(folder) == {"told": 7}
-        losses += [step(*gpt.batch_of(number)).item() for number in range(start, start + 3)]
-        step.save(folder, {"told": 7})
-        step.close()
-    return losses
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_under_other_meshes(ranks, tmp_path):
-    """The embedding is tied to the head, and cut in different ways on the two meshes."""
-    torch.manual_seed(0)
-    model = gpt.GPT().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    expected = []
-    for number in range(3 * len(CHECKPOINTS)):
-        loss = model(*gpt.batch_of(number))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    for losses in ranks(8).run(change, str(tmp_path)):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
 def wide_loss(model, x, y):
@@ -110,23 +60,6 @@ def test_an_overflow_on_one_mesh_skips_the_step_on_all(ranks):
         assert [skipped for _, skipped, _, _ in found] == [same for _, _, same, _ in found] == [False, True, False]
         assert found[1][3] == found[0][3] / 2
         assert found[1][0] == found[2][0]
-
-
-TIED = {"Llama": {"tie_word_embeddings": True}, "GPT2": {}}  # GPT-2's are tied by default
-
-
-def decoded(_group, name, meshes):
-    changes = TIED[name]
-    operators = strategy_of(name, 2, 2, **changes).operators
-    strategy = Strategy(operators=operators, pipeline=pipeline(*meshes, micro_batches=2))
-    return check_step(name, strategy, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIED)
-def test_decoders_of_transformers(ranks, name):
-    held = ranks(8).run(decoded, name, (SQUARE, LINE))
-    assert set().union(*held) == set(dict(decoder(name, **TIED[name]).named_parameters()))
 
 
 def example(_group):
@@ -228,7 +161,8 @@ def test_ranks_refuse_alike(ranks):
         assert message in error
 
 
-def by_hand(group):
+@on_ranks(3)
+def test_a_pipeline_by_hand(group):
     """The pipeline without a strategy: a plan for each mesh, two steps that add up, the times of a step."""
     torch.manual_seed(0)
     whole = Two().double()
@@ -254,8 +188,5 @@ def by_hand(group):
             torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
     pipe.zero_grad()
     measured = pipe.measure(*rows_of(0))
-    return len(measured.seconds), 0 < measured.bubble < 1
-
-
-def test_a_pipeline_by_hand(ranks):
-    assert ranks(3).run(by_hand) == [(2, True)] * 3
+    assert len(measured.seconds) == 2
+    assert 0 < measured.bubble < 1

@@ -1,4 +1,4 @@
-"""A pipeline trains as the whole model on one rank does: schedules, meshes with dp and mp, shared parameters."""
+"""A pipeline trains as the whole model on one rank does: schedules, tensor-parallel stages, shared parameters."""
 
 import functools
 import importlib.util
@@ -16,7 +16,6 @@ from sharded_models import made, planned, tokens_of
 from ascend_parallel import Settings
 from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
 from ascend_parallel.sharding.tracing.trace import trace
@@ -39,40 +38,29 @@ CASES = {
 }
 
 
-def stages_of(name, count):
-    """Four layers in `count` stages, the embedding in the first, the head in the last."""
-    table = {"embedding": 0, "tokens": 0, "places": 0, "norm": count - 1, "head": count - 1}
-    modules = dict(made(MODELS[name]).named_modules())
-    return {key: stage for key, stage in table.items() if key in modules} | {
-        f"layers.{layer}": layer * count // 4 for layer in range(4)
-    }
+def gpt():
+    """Return a GPT whose first and last stage share the embedding."""
+    return made(small_models.GPT, layers=4, width=16, vocabulary=32, length=8)
 
 
-MODELS = {
-    "GPT": functools.partial(small_models.GPT, layers=4, width=16, vocabulary=32, length=8),
-    "Llama": functools.partial(small_models.Llama, layers=4, width=16, wide=24, vocabulary=32, length=8),
-}
+def stages_of(count):
+    """Return four layers in `count` stages, the embeddings in the first, the norm and the head in the last."""
+    layers = {f"layers.{layer}": layer * count // 4 for layer in range(4)}
+    return {"tokens": 0, "places": 0, "norm": count - 1, **layers}
 
 
-def meshes_of(ranks, groups, mesh_shape):
-    names = {0: ["mp"], 1: ["mp"], 2: ["dp", "mp"]}[len(mesh_shape)]
-    shape = mesh_shape or (1,)
-    return [ProcessMesh(tensor.reshape(shape), names) for tensor in torch.arange(ranks).chunk(groups)]
-
-
-def train(group, name, case, mesh_shape, overlap):
+def train(group, case, overlap):
     """Train 10 steps beside the whole model; return both's losses."""
     schedule, groups, several, count = CASES[case]
-    whole = made(MODELS[name])
+    whole = gpt()
     draw = functools.partial(tokens_of, length=8, vocabulary=32)
     generator = torch.Generator().manual_seed(7)
     graph = trace(whole, (draw(ROWS, generator), draw(ROWS, generator)))
-    meshes = meshes_of(group.size(), groups, mesh_shape)
-    plan = planned(name, graph, meshes[0]) if mesh_shape else propagate(graph, meshes[0], objective="redistribution")
+    meshes = lines(group.size(), groups)
     pipeline = Pipeline(
         whole,
-        plan,
-        stages_of(name, groups * several),
+        planned("GPT", graph, meshes[0]),
+        stages_of(groups * several),
         meshes,
         schedule=schedule,
         micro_batches=count,
@@ -119,13 +107,13 @@ def check_gradients(pipeline, whole):
             torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-9, atol=1e-11)
 
 
-def check(results, name):
+def check(results):
     for losses, _, _ in results:
         assert len(losses) == STEPS
         assert [ours for ours, _ in losses] == pytest.approx([theirs for _, theirs in losses], rel=1e-9)
         assert losses[-1][1] < losses[0][1]
     copies = [copy for _, _, found in results for copy in found]
-    assert len(copies) == (0 if name == "Llama" else 2 * len({place for _, place, _ in copies}))
+    assert len(copies) == 2 * len({place for _, place, _ in copies})
     shards = {}
     for key, place, tensor in copies:
         assert torch.equal(shards.setdefault((key, place), tensor), tensor)
@@ -133,37 +121,30 @@ def check(results, name):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", MODELS)
-def test_each_schedule_with_one_rank_per_stage(ranks, name, case):
-    check(ranks(CASES[case][1]).run(train, name, case, (), False), name)
+def test_each_schedule_with_one_rank_per_stage(ranks, case):
+    check(ranks(CASES[case][1]).run(train, case, False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), [("GPT", "1f1b"), ("Llama", "interleaved"), ("GPT", "zbv")])
-def test_tensor_parallel_stages(ranks, name, case):
+@pytest.mark.parametrize("case", ["1f1b", "zbv"])
+def test_tensor_parallel_stages(ranks, case):
     overlap = case != "zbv"
-    results = ranks(4).run(train, name, case, (2,), overlap)
-    check(results, name)
+    results = ranks(4).run(train, case, overlap)
+    check(results)
     assert all(fused > 0 for _, fused, _ in results) == overlap
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "case"), [("GPT", "1f1b"), pytest.param("Llama", "zero bubble", marks=pytest.mark.stress)]
-)
-def test_data_and_tensor_parallel_stages(ranks, name, case):
-    check(ranks(8).run(train, name, case, (2, 2), case == "1f1b"), name)
+def crossing_plan():
+    """Return the crossing model, its plan for micro-batches of 4, three stages of a rank each, and a batch."""
+    whole, generator, meshes = made(Crossing), torch.Generator().manual_seed(3), lines(3, 3)
+    graph = trace(whole, crossing_batch(4, generator))
+    return whole, propagate(graph, meshes[0], objective="redistribution"), meshes, crossing_batch(16, generator)
 
 
 def crossing(group, schedule):
     """Several tensors between stages, a skipped stage, a mask, parameters in all stages; whole and local inputs."""
-    whole = made(Crossing)
-    generator = torch.Generator().manual_seed(3)
-    graph = trace(whole, crossing_batch(4, generator))
-    meshes = lines(group.size(), group.size())
-    plan = propagate(graph, meshes[0], objective="redistribution")
+    whole, plan, meshes, batch = crossing_plan()
     losses = []
-    batch = crossing_batch(16, generator)
     for local in (False, True):
         pipeline = Pipeline(
             whole, plan, STAGES, meshes, schedule=schedule, micro_batches=4, overlap=False, local_inputs=local
@@ -268,23 +249,19 @@ def test_published_examples(ranks, function, count):
         assert expected[-1] < expected[0]
 
 
+def one_rank_a_stage(ranks, rows, micro_batches, **options):
+    """Return a pipeline of the GPT, for micro-batches of so many rows, and a batch."""
+    whole, meshes = gpt(), lines(ranks, ranks)
+    draw = functools.partial(tokens_of, length=8, vocabulary=32, generator=torch.Generator().manual_seed(7))
+    plan = planned("GPT", trace(whole, (draw(rows), draw(rows))), meshes[0])
+    options = {"micro_batches": micro_batches, "local_inputs": False, **options}
+    batch = draw(rows * micro_batches), draw(rows * micro_batches)
+    return Pipeline(whole, plan, stages_of(ranks), meshes, **options), batch
+
+
 def peaks(group, schedule):
     """Return the most bytes of tensors at once in a step of 8 micro-batches."""
-    whole = made(MODELS["GPT"])
-    draw = functools.partial(tokens_of, length=8, vocabulary=32, generator=torch.Generator().manual_seed(7))
-    graph = trace(whole, (draw(8), draw(8)))
-    meshes = meshes_of(group.size(), group.size(), ())
-    stages = stages_of("GPT", group.size())
-    pipeline = Pipeline(
-        whole,
-        propagate(graph, meshes[0], objective="redistribution"),
-        stages,
-        meshes,
-        schedule=schedule,
-        micro_batches=8,
-        local_inputs=False,
-    )
-    batch = draw(64), draw(64)
+    pipeline, batch = one_rank_a_stage(group.size(), 8, 8, schedule=schedule)
     pipeline.step(*batch)
     pipeline.zero_grad()
     return peak_bytes(lambda: pipeline.step(*batch))
@@ -302,27 +279,16 @@ def test_one_forward_one_backward_holds_fewer_activations(ranks):
 @on_ranks(3)
 def test_what_cannot_be_is_refused_on_every_rank(group):
     """Every wrong call of a pipeline is refused before anything is sent."""
-    whole = made(Crossing)
-    generator = torch.Generator().manual_seed(3)
-    graph = trace(whole, crossing_batch(4, generator))
-    meshes = lines(3, 3)
-    make = functools.partial(
-        Pipeline, whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes, overlap=False
-    )
+    whole, plan, meshes, (x, present, targets) = crossing_plan()
+    make = functools.partial(Pipeline, whole, plan, STAGES, meshes, overlap=False)
     with pytest.raises(ValueError, match="schedule='zero_bubble', overlap=True: an overlapped matmul computes"):
         make(schedule="zero_bubble", micro_batches=4, overlap=True)
     with pytest.raises(ValueError, match=r"schedule='zero_bubble' with recomputed modules \(second\)"):
         make(schedule="zero_bubble", micro_batches=4, recompute=Recompute(modules=["second"]))
     with pytest.raises(ValueError, match="3 stages on 2 meshes"):
-        Pipeline(whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes[:2], micro_batches=4)
+        Pipeline(whole, plan, STAGES, meshes[:2], micro_batches=4)
     with pytest.raises(ValueError, match="rank 0 is in several meshes"):
-        Pipeline(
-            whole,
-            propagate(graph, meshes[0], objective="redistribution"),
-            STAGES,
-            [*meshes[:2], meshes[0]],
-            micro_batches=4,
-        )
+        Pipeline(whole, plan, STAGES, [*meshes[:2], meshes[0]], micro_batches=4)
     with pytest.raises(ValueError, match="broadcast_inputs: 'mask' is no input; there are x, present, targets"):
         make(micro_batches=4, broadcast_inputs=["mask"])
     with pytest.raises(DisagreementError, match="micro_batches is 4 on rank 0, 4 on rank 1, 5 on rank 2"):
@@ -332,10 +298,7 @@ def test_what_cannot_be_is_refused_on_every_rank(group):
             whole.scale += group.rank()
         make(micro_batches=4)
     whole = made(Crossing)
-    pipeline = Pipeline(
-        whole, propagate(graph, meshes[0], objective="redistribution"), STAGES, meshes, micro_batches=4, overlap=False
-    )
-    x, present, targets = crossing_batch(16, generator)
+    pipeline = Pipeline(whole, plan, STAGES, meshes, micro_batches=4, overlap=False)
     with pytest.raises(
         ValueError, match=r"x is \[15, 8\] of torch.float64, which cannot be cut along dimension 0 into"
     ):
@@ -351,13 +314,8 @@ def test_what_cannot_be_is_refused_on_every_rank(group):
 
 def late(group):
     """The last rank never starts the step; the others' errors name where they waited."""
-    whole = made(Crossing)
-    generator = torch.Generator().manual_seed(3)
-    graph = trace(whole, crossing_batch(4, generator))
-    meshes = lines(3, 3)
-    plan = propagate(graph, meshes[0], objective="redistribution")
+    whole, plan, meshes, batch = crossing_plan()
     pipeline = Pipeline(whole, plan, STAGES, meshes, micro_batches=4, overlap=False, timeout=timedelta(seconds=3))
-    batch = crossing_batch(16, generator)
     pipeline.step(*batch)
     pipeline.zero_grad()
     if group.rank() == 2:
@@ -376,19 +334,8 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_limit():
 
 
 def measure(group):
-    whole = made(MODELS["Llama"])
-    draw = functools.partial(tokens_of, length=8, vocabulary=32, generator=torch.Generator().manual_seed(7))
-    graph = trace(whole, (draw(ROWS), draw(ROWS)))
-    meshes = meshes_of(2, 2, ())
-    pipeline = Pipeline(
-        whole,
-        propagate(graph, meshes[0], objective="redistribution"),
-        stages_of("Llama", 2),
-        meshes,
-        micro_batches=4,
-        local_inputs=False,
-    )
-    return pipeline.measure(draw(4 * ROWS), draw(4 * ROWS))
+    pipeline, batch = one_rank_a_stage(group.size(), ROWS, 4)
+    return pipeline.measure(*batch)
 
 
 def test_a_step_is_measured(ranks):

@@ -7,10 +7,11 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
+from dispatched import Dispatched
+from pool import on_ranks
 from sharded_models import BATCHES, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.runtime.randomness import manual_seed
@@ -18,18 +19,6 @@ from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training.recompute import Recomputable, recompute
-
-
-class CollectiveEvent(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function.name().split("::")[1].split(".")[0]] += 1
-        return function(*args, **(kwargs or {}))
 
 
 class Block(Recomputable):
@@ -102,16 +91,17 @@ def test_a_module(stack, keep):
 
 def test_what_is_kept_is_not_computed_twice(stack):
     model, x = stack
-    with CollectiveEvent() as plain:
+    plain, again = Counter(), Counter()
+    with Dispatched(lambda operator, _: plain.update([operator._opname])):
         step(model, x)
     for block in model.blocks:
         block.recompute(keep=("mlp.3", ":*scaled_dot_product*"))
-    with CollectiveEvent() as again:
+    with Dispatched(lambda operator, _: again.update([operator._opname])):
         step(model, x)
-    assert again.counts["_scaled_dot_product_flash_attention_for_cpu"] == 3
-    assert again.counts["silu"] == 2 * plain.counts["silu"] == 6
+    assert again["_scaled_dot_product_flash_attention_for_cpu"] == 3
+    assert again["silu"] == 2 * plain["silu"] == 6
     # of the three linear layers of each block the last layer's product is not computed again
-    assert again.counts["addmm"] - plain.counts["addmm"] == 2 * 3
+    assert again["addmm"] - plain["addmm"] == 2 * 3
 
 
 def test_nested_marks(stack):
@@ -160,7 +150,9 @@ def test_refusals(stack):
         recompute(block)
 
 
-def marked(group):
+@pytest.mark.slow
+@on_ranks(2)
+def test_marks_on_a_planned_model(group):
     """The marks on a traced model's modules determine the recomputed regions of its plan."""
     model = made(small_models.GPT, dropout=0.3)
     batch = BATCHES["GPT"](torch.Generator().manual_seed(7))
@@ -186,9 +178,5 @@ def marked(group):
     recompute(model.layers[0])
     with pytest.raises(ValueError, match="give the same option on all modules"):
         Recompute.of(model)
-    return found[0][1], found[1][1]
-
-
-@pytest.mark.slow
-def test_marks_on_a_planned_model(ranks):
-    assert ranks(2).run(marked) == [(["layers.0", "layers.1"], [])] * 2
+    assert found[0][1] == ["layers.0", "layers.1"]
+    assert found[1][1] == []

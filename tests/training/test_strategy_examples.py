@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "examples" / "strategy"), str(ROOT / "benchmarks")]
@@ -103,24 +104,18 @@ def test_the_strategy_is_planned_for_8192_ranks():
         strategy_benchmark.planned(100)
 
 
-def mixed_precision_levels(_):
-    return mixed_precision.main()
-
-
 @pytest.mark.slow
-def test_each_level_of_mixed_precision_trains(ranks):
-    for found in ranks(2).run(mixed_precision_levels):
-        assert found["O1"] != found["fp32"] != found["O2"]
-        for losses in found.values():
-            torch.testing.assert_close(losses[:3], found["fp32"][:3], rtol=0.02, atol=0)
-            assert losses[-1] < losses[0] - 0.5
+@on_ranks(2)
+def test_each_level_of_mixed_precision_trains(_):
+    found = mixed_precision.main()
+    assert found["O1"] != found["fp32"] != found["O2"]
+    for losses in found.values():
+        torch.testing.assert_close(losses[:3], found["fp32"][:3], rtol=0.02, atol=0)
+        assert losses[-1] < losses[0] - 0.5
 
 
-def both_modes(_):
-    return marked.main()
-
-
-def test_a_marked_model_in_both_modes(ranks):
-    for eager, losses in ranks(4).run(both_modes):
-        assert losses[0] == pytest.approx(eager, rel=1e-6)
-        assert losses[-1] < losses[0] - 0.1
+@on_ranks(4)
+def test_a_marked_model_in_both_modes(_):
+    eager, losses = marked.main()
+    assert losses[0] == pytest.approx(eager, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.1

@@ -1,12 +1,13 @@
 """Losses that return a sum and a count: the exact mean over all counted targets, for any mask, against float64."""
 
-import logging
-
 import gpt
 import pytest
 import torch
 import torch.distributed as dist
-from test_train_step import TP, farthest
+from logged import logged
+from one_card import farthest, losses_of
+from pool import on_ranks
+from test_train_step import TP
 from torch import nn
 from torch.nn import functional as F
 
@@ -59,35 +60,6 @@ def made():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def trained(_group, options, more):
-    """Return this rank's losses, the losses of one process, and the largest error of this rank's state."""
-    strategy, (model, optimizer) = Strategy(**options), made()
-    merge, replicas = strategy.gradient_merge.steps, strategy.mesh["dp"]
-    own = slice(None)
-    if strategy.mode == "hybrid" or more.get("local_batches"):
-        place, rows = strategy.data_rank(dist.get_rank()), gpt.BATCH // replicas
-        own = slice(place * rows, (place + 1) * rows)
-    given = [tuple(tensor[own] for tensor in masked_batch(number)) for number in range(STEPS * merge)]
-    like = given[0] if strategy.mode == "hybrid" else masked_batch(0)
-    step = train_step(model, like, optimizer, strategy, loss=summed, **more)
-    losses = [step(*batch).item() for batch in given]
-    whole, optimizer = made()
-    expected = []
-    for number in range(STEPS):
-        batches = [masked_batch(merge * number + index) for index in range(merge)]
-        expected += [mean(whole, *batch).item() for batch in batches]
-        mean(whole, *(torch.cat(some) for some in zip(*batches, strict=True))).backward()
-        if strategy.max_norm is not None:
-            nn.utils.clip_grad_norm_(whole.parameters(), strategy.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = whole.state_dict()
-    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
-    evaluated = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
-    step.close()
-    return [*losses, evaluated[0]], [*expected, evaluated[1]], worst
-
-
 MICRO = {**TP, "pipeline": PipelineOptions(micro_batches=4)}
 
 
@@ -110,10 +82,34 @@ def staged(schedule, virtual=1):
         ({"mode": "hybrid", "mesh": {"dp": 4}, "sharding": ShardingOptions(zero_stage=1), "max_norm": 0.3}, {}),
     ],
 )
-def test_unequal_masks_train_as_one_process(ranks, options, more):
-    for losses, expected, worst in ranks(4).run(trained, options, more):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
-        assert worst < 1e-9
+@on_ranks(4)
+def test_unequal_masks_train_as_one_process(_group, options, more):
+    strategy, (model, optimizer) = Strategy(**options), made()
+    merge, replicas = strategy.gradient_merge.steps, strategy.mesh["dp"]
+    own = slice(None)
+    if strategy.mode == "hybrid" or more.get("local_batches"):
+        place, rows = strategy.data_rank(dist.get_rank()), gpt.BATCH // replicas
+        own = slice(place * rows, (place + 1) * rows)
+    given = [tuple(tensor[own] for tensor in masked_batch(number)) for number in range(STEPS * merge)]
+    like = given[0] if strategy.mode == "hybrid" else masked_batch(0)
+    step = train_step(model, like, optimizer, strategy, loss=summed, **more)
+    losses = [step(*batch).item() for batch in given]
+    whole, optimizer = made()
+    expected = []
+    for number in range(STEPS):
+        batches = [masked_batch(merge * number + index) for index in range(merge)]
+        expected += [mean(whole, *batch).item() for batch in batches]
+        mean(whole, *(torch.cat(some) for some in zip(*batches, strict=True))).backward()
+        if strategy.max_norm is not None:
+            nn.utils.clip_grad_norm_(whole.parameters(), strategy.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    worst = farthest(step.tensor_shards(), whole.state_dict())
+    evaluated = step.evaluate(*given[0]).item(), mean(whole, *masked_batch(0)).item()
+    step.close()
+    losses, expected = [*losses, evaluated[0]], [*expected, evaluated[1]]
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+    assert worst < 1e-9
 
 
 def wrong(_group, what):
@@ -190,15 +186,10 @@ def trained_by_weights(_group, options):
     ids=["graph", "stages", "hybrid"],
 )
 def test_a_weighted_loss_is_divided_by_its_weight(ranks, options):
-    model, optimizer = made()
-    expected = []
-    for number in range(3):
-        tokens, targets = gpt.batch_of(number)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), weight=CLASS_WEIGHTS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    def loss(model, tokens, targets):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), weight=CLASS_WEIGHTS)
+
+    expected = losses_of(*made(), map(gpt.batch_of, range(3)), loss)
     for losses in ranks(2).run(trained_by_weights, options):
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
@@ -221,18 +212,12 @@ def warned(_group, options, more, loss, equal):
         local = tuple(tensor.chunk(2)[strategy.data_rank(dist.get_rank())] for tensor in batch)
     else:
         local = batch
-    like, messages = (local if strategy.mode == "hybrid" else batch), []
+    like = local if strategy.mode == "hybrid" else batch
     step = train_step(model, like, optimizer, strategy, loss=LOSSES[loss], **more)
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("ascend_parallel")
-    logger.addHandler(handler)
-    try:
+    with logged() as messages:
         for _ in range(2):
             step(*local)
-    finally:
-        logger.removeHandler(handler)
-        step.close()
+    step.close()
     return [message for message in messages if "the loss is a mean" in message]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from one_card import losses_of
 from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -70,14 +71,12 @@ def optimizer_of(model):
 def trained():
     """The truth: losses and parameters of one card."""
     model = MLP().double()
-    optimizer, losses = optimizer_of(model), []
-    for x, target in DataLoader(data(), batch_size=ROWS):
-        loss = nn.functional.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer_of(model), DataLoader(data(), batch_size=ROWS), mean_square)
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def mean_square(model, x, target):
+    return F.mse_loss(model(x), target)
 
 
 STAGES = {0: None, 1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
@@ -274,19 +273,14 @@ TOKENS = [tuple(batch) for batch in torch.randint(0, 32, (STEPS, 2, 8), generato
 @pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize("marked_names", [("emb",), ("head",), ("emb", "head")], ids=str)
 def test_a_tied_weight_stays_tied_whichever_name_is_marked(ranks, marked_names, is_static):
-    model, expected = Tied().double(), []
-    optimizer = optimizer_of(model)
-    for batch in TOKENS:
-        loss = model(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    model = Tied().double()
+    expected = losses_of(model, optimizer_of(model), TOKENS)
     for losses in ranks(2).run(tied, marked_names, is_static):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
 
 
-def nested(_group):
+@on_ranks(4)
+def test_batches_may_be_nested(_group):
     """Batches of nested tuples; the plan may cut further what no one reads, and the target of two."""
     model, optimizer, loader = marked((2, 2), 0)
     batches = [((x, x), {"target": target}) for x, target in loader.loader]
@@ -294,12 +288,7 @@ def nested(_group):
     training = to_static(model, loader, lambda model, x, y: F.mse_loss(model(x[0]), y["target"]), optimizer)
     found = [training(*batch).item() for batch in loader]
     training.close()
-    return found
-
-
-def test_batches_may_be_nested(ranks):
-    for found in ranks(4).run(nested):
-        torch.testing.assert_close(found, trained()[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, trained()[0], rtol=1e-12, atol=0)
 
 
 class Dropping(MLP):
@@ -366,13 +355,9 @@ def test_a_scheduler_is_made_over_the_optimizer_of_the_step(ranks):
     model = MLP().double()
     optimizer, expected = optimizer_of(model), []
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for x, target in DataLoader(data(), batch_size=ROWS):
-        loss = F.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for batch in DataLoader(data(), batch_size=ROWS):
+        expected += losses_of(model, optimizer, [batch], mean_square)
         scheduler.step()
-        expected.append(loss.item())
     for found in ranks(4).run(scheduled):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
@@ -492,28 +477,3 @@ def test_tensors_of_parts(_group):
             dtensor_from_local(local, mesh[0], [Shard(0)])
     else:
         dtensor_from_local(local, mesh[0], [Shard(0)])
-
-
-@on_ranks(4)
-def test_a_marked_model_is_looked_at_as_it_runs(_group):
-    """Batches of other sizes, and a look at an intermediate value, in the marked model as it is."""
-    model, _, _ = marked((2, 2), None)
-    truth, seen = MLP().double(), []
-    for each in (model, truth):
-        each.norm.register_forward_hook(lambda _, inputs, output: seen.append(look(output)))
-    for rows in (8, 4, 6):
-        x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
-        (given,) = next(iter(shard_dataloader([(x,)], model.mesh, "dp")))
-        found, expected = model(given), truth(x)
-        torch.testing.assert_close(unshard(found), expected)
-        torch.testing.assert_close(seen[-2], seen[-1])
-        assert "DTensor" in repr(found)
-
-
-@torch.no_grad()
-def look(output):
-    detached = output.detach()
-    norm, nan = detached.norm(), detached.isnan().any()
-    if isinstance(norm, DTensor):
-        norm, nan, detached = norm.full_tensor(), nan.full_tensor(), detached.full_tensor()
-    return norm, nan, detached

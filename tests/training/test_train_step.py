@@ -1,9 +1,14 @@
 """train_step: strategies alone and combined, against the whole model trained in float64 by one process."""
 
+import re
+
 import gpt
 import modes
 import pytest
 import torch
+from mesh_stages import MEGATRON, SQUARE
+from one_card import farthest, losses_of
+from pool import on_ranks
 from torch import nn
 
 from ascend_parallel.training import (
@@ -19,10 +24,9 @@ from ascend_parallel.training import (
 )
 
 STEPS = 10
-COLUMNS, ROWS = ([None, ("tp", 1)], None), ([None, (1, "tp")], None)
-MEGATRON = {"layers.*.qkv": COLUMNS, "layers.*.up": COLUMNS, "layers.*.o": ROWS, "layers.*.down": ROWS}
-TP = {"mode": "semi_auto", "mesh": {"dp": 2, "tp": 2}, "operators": MEGATRON}
+TP = {"mode": "semi_auto", "mesh": SQUARE, "operators": MEGATRON}
 LAYERS = Recompute(modules=["layers.*"])
+PAIR = PipelineOptions(degree=2, micro_batches=2)
 
 
 def model_and_optimizer():
@@ -57,14 +61,9 @@ def trained(_group, options, more=None):
     step = train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **(more or {}))
     losses = [step(*gpt.batch_of(number)).item() for number in range(STEPS)]
     expected, state = trained_whole(options)
-    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
+    worst = farthest(step.tensor_shards(), state)
     step.close()
     return losses, expected, worst
-
-
-def farthest(shard, whole):
-    box = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.local.shape, strict=True))
-    return (shard.local - whole[box]).abs().max().item() if shard.local.numel() else 0.0
 
 
 def check(found):
@@ -107,7 +106,7 @@ ALONE = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("data", "zero 3")
 @pytest.mark.parametrize("name", ALONE)
 def test_training_on_four_ranks_is_that_of_one(ranks, name):
     check(ranks(4).run(trained, ALONE[name]))
@@ -128,14 +127,11 @@ def test_the_models_own_code_trains_alike(ranks, zero_stage):
     check(ranks(4).run(trained, options, {"static": False}))
 
 
-def uneven(_group):
-    """Train on 3 ranks, which divide no size."""
-    return trained(_group, {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(zero_stage=2)})
-
-
 @pytest.mark.slow
 def test_three_ranks(ranks):
-    check(ranks(3).run(uneven))
+    """They divide no size."""
+    options = {"mode": "data", "mesh": {"dp": 3}, "sharding": ShardingOptions(zero_stage=2)}
+    check(ranks(3).run(trained, options))
 
 
 def hybrid(_group):
@@ -150,18 +146,10 @@ def hybrid(_group):
     part = x.chunk(2)[data]
     step = train_step(mine, (part,), torch.optim.AdamW(mine.parameters(), lr=1e-2), strategy, loss=modes.mean_square)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    found, expected = [], []
-    for _ in range(STEPS):
-        found.append(step(part).item())
-        loss = modes.mean_square(whole, x)
-        loss.backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    found = [step(part).item() for _ in range(STEPS)]
+    expected = losses_of(whole, optimizer, [(x,)] * STEPS, modes.mean_square, max_norm=0.05)
     step.close()
-    state = {"up": whole.up.weight.detach(), "down": whole.down.weight.detach()}
-    return found, expected, max(farthest(shard, state[name]) for name, shard in mine.tensor_shards().items())
+    return found, expected, farthest(mine.tensor_shards(), {"up": whole.up.weight, "down": whole.down.weight})
 
 
 def test_a_model_with_collectives_of_its_own(ranks):
@@ -180,71 +168,20 @@ def test_the_four_modes_train_alike(ranks):
             torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
-def mixed_precision(_group, dtype):
-    """Train in 16 bits with fp32 master weights; return losses of this and of fp32 training."""
-    torch.manual_seed(0)
-    model = gpt.GPT()
-    options = {
-        "mode": "data",
-        "mesh": {"dp": 2},
-        "amp": AmpOptions(dtype=dtype),
-        "sharding": ShardingOptions(zero_stage=1),
-    }
-
-    def loss_of(model, tokens, targets):
-        return model(tokens, targets).float()
-
-    step = train_step(
-        model, gpt.batch_of(0), torch.optim.AdamW(model.parameters(), lr=1e-3), Strategy(**options), loss=loss_of
-    )
-    found = [step(*gpt.batch_of(number)).item() for number in range(STEPS)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    expected = []
-    for number in range(STEPS):
-        loss = model(*gpt.batch_of(number))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    dtypes = {parameter.dtype for module in step.modules for parameter in module.parameters()}
-    state = {
-        shard.local.dtype
-        for name, shard in step.optimizer.tensor_shards().items()
-        if name.endswith(("exp_avg", "master"))
-    }
-    step.close()
-    return found, expected, dtypes, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_with_master_weights(ranks, dtype):
-    for found, expected, dtypes, state in ranks(2).run(mixed_precision, dtype):
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
-        assert found[-1] < found[0]
-        assert dtypes == {getattr(torch, dtype)}
-        assert state == {torch.float32}
-
-
-def refused(_group, options, more):
-    model, optimizer = model_and_optimizer()
-    try:
-        train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
         ({"mode": "data", "mesh": {"dp": 4}}, {}, "the strategy is for 4 ranks"),
         ({"mode": "semi_auto", "mesh": {"dp": 2}}, {}, "without any operator's strategy"),
         ({"mode": "data", "mesh": {"dp": 2}, "recompute": LAYERS}, {"static": False}, "recompute with static=False"),
+        ({"mode": "data", "mesh": {"dp": 1}, "pipeline": PAIR}, {"static": False}, "pipeline.degree with static=False"),
         ({"mode": "data", "mesh": {"dp": 2}, "pipeline": PipelineOptions(micro_batches=3)}, {}, "micro_batches=3"),
-        ({"mode": "hybrid", "mesh": {"dp": 1, "tp": 2}}, {}, "by a method tensor_shards()"),
+        ({"mode": "hybrid", "mesh": {"dp": 1, "tp": 2}}, {}, "give the model a method tensor_shards()"),
         ({"mode": "data", "mesh": {"dp": 2}, "amp": AmpOptions(dtype="float16")}, {}, "a loss in float16"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(ranks, options, more, message):
-    assert all(message in message for message in ranks(2).run(refused, options, more))
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(_group, options, more, message):
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_step(model, gpt.batch_of(0), optimizer, Strategy(**options), **more)

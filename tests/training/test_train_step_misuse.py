@@ -6,7 +6,9 @@ import gpt
 import pytest
 import torch
 import torch.distributed as dist
-from test_train_step import STEPS, check, farthest, model_and_optimizer, trained_whole
+from one_card import farthest, losses_of
+from pool import on_ranks
+from test_train_step import STEPS, check, model_and_optimizer, trained_whole
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,22 +49,15 @@ def tied(_group, schedule, virtual, zero_stage):
         sharding=ShardingOptions(zero_stage=zero_stage),
         max_norm=0.1,
     )
-    found, whole = [], []
     torch.manual_seed(0)
     model = Tied().double()
     step = train_step(model, gpt.batch_of(0), torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), strategy)
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    for number in range(STEPS):
-        found.append(step(*gpt.batch_of(number)).item())
-        loss = model(*gpt.batch_of(number))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        whole.append(loss.item())
-    state = model.state_dict()
-    worst = max(farthest(shard, state[name]) for name, shard in step.tensor_shards().items())
+    batches = [gpt.batch_of(number) for number in range(STEPS)]
+    found = [step(*batch).item() for batch in batches]
+    whole = losses_of(model, optimizer, batches, max_norm=0.1)
+    worst = farthest(step.tensor_shards(), model.state_dict())
     step.close()
     return found, whole, worst
 
@@ -135,7 +130,8 @@ def test_what_a_failed_batch_left_is_not_trained_on(ranks):
     assert all("batch 1 failed before" in message for message in ranks(2).run(interrupted, 2))
 
 
-def misused(_group):
+@on_ranks(2)
+def test_what_would_train_otherwise_than_it_looks_is_refused(_group):
     """Misuse the step so that it would train something else; return the errors."""
     model, optimizer = model_and_optimizer()
     strategy, messages = Strategy(mode="data", mesh={"dp": 2}), []
@@ -171,16 +167,11 @@ def misused(_group):
         step(*gpt.batch_of(1))
     messages.append(str(error.value))
     step.close()
-    return messages
-
-
-def test_what_would_train_otherwise_than_it_looks_is_refused(ranks):
-    for messages in ranks(2).run(misused):
-        assert "is in evaluation mode: aten.dropout.default would be trained without dropout" in messages[0]
-        assert "batch is a dict: give the loss's arguments as a tuple" in messages[1]
-        assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in messages[2]
-        assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in messages[3]
-        assert "was stepped since, which trains nothing" in messages[4]
+    assert "is in evaluation mode: aten.dropout.default would be trained without dropout" in messages[0]
+    assert "batch is a dict: give the loss's arguments as a tuple" in messages[1]
+    assert "argument 0 of the batch is [8, 16]; the step was made with [16, 16]" in messages[2]
+    assert "changed (lr from 0.01 to 0.5) since, which trains nothing" in messages[3]
+    assert "was stepped since, which trains nothing" in messages[4]
 
 
 def net():
@@ -195,42 +186,45 @@ def squares(model, x):
 X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
 
 
-def step_without_update(optimizer):
-    optimizer.step = lambda *_: None
-
-
+WEIGHTS = "(0.bias, 0.weight, 2.bias, 2.weight)"
+# What a user changes, and what the next step says of it.
 CHANGES = {
-    "load_state_dict": lambda model, _: model.load_state_dict(net().state_dict()),
-    "assigned": lambda model, _: model.load_state_dict(net().state_dict(), assign=True),
-    "frozen": lambda model, _: model[0].requires_grad_(False),
-    "written": lambda model, _: nn.init.zeros_(model[2].bias),
-    "replaced": lambda model, _: model.append(nn.Linear(4, 4).double()),
-    "gradient hook": lambda model, _: model[0].weight.register_hook(lambda gradient: gradient * 2),
-    "forward hook": lambda model, _: model[2].register_forward_hook(lambda *_: None),
-    "add_param_group": lambda _, optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
-    "tensor lr": lambda _, optimizer: optimizer.param_groups[0]["lr"].fill_(0.5),
-    "step hook": lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
-    "own step": lambda _, optimizer: step_without_update(optimizer),
-}
-SAID = {
-    "load_state_dict": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
-    "assigned": "model that train_step was given has changed since (0.bias, 0.weight, 2.bias, 2.weight)",
-    "frozen": "has changed since (0.bias, 0.weight), which trains nothing",
-    "written": "has changed since (2.bias), which trains nothing",
-    "replaced": "has changed since (3.bias, 3.weight), which trains nothing",
-    "gradient hook": "has changed since (0.weight), which trains nothing",
-    "forward hook": "has changed since (hooks of 2), which trains nothing",
-    "add_param_group": "was given other parameters since, which trains nothing",
-    "tensor lr": "was given other settings since, which trains nothing",
-    "step hook": "was given a hook since, which trains nothing",
-    "own step": "was given another step since, which trains nothing",
+    "load_state_dict": (lambda model, _: model.load_state_dict(net().state_dict()), f"has changed since {WEIGHTS}"),
+    "assigned": (
+        lambda model, _: model.load_state_dict(net().state_dict(), assign=True),
+        f"model that train_step was given has changed since {WEIGHTS}",
+    ),
+    "frozen": (lambda model, _: model[0].requires_grad_(False), "has changed since (0.bias, 0.weight)"),
+    "written": (lambda model, _: nn.init.zeros_(model[2].bias), "has changed since (2.bias)"),
+    "replaced": (lambda model, _: model.append(nn.Linear(4, 4).double()), "has changed since (3.bias, 3.weight)"),
+    "gradient hook": (
+        lambda model, _: model[0].weight.register_hook(lambda gradient: gradient * 2),
+        "has changed since (0.weight)",
+    ),
+    "forward hook": (
+        lambda model, _: model[2].register_forward_hook(lambda *_: None),
+        "has changed since (hooks of 2)",
+    ),
+    "add_param_group": (
+        lambda _, optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+        "was given other parameters since",
+    ),
+    "tensor lr": (
+        lambda _, optimizer: optimizer.param_groups[0]["lr"].fill_(0.5),
+        "was given other settings since",
+    ),
+    "step hook": (
+        lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+        "was given a hook since",
+    ),
+    "own step": (lambda _, optimizer: setattr(optimizer, "step", lambda *_: None), "was given another step since"),
 }
 
 
 def changed_later(_group):
     """Change the model or the optimizer after train_step, and before it; return the errors."""
     strategy, later, before = Strategy(mode="data", mesh={"dp": 2}), {}, {}
-    for name, change in CHANGES.items():
+    for name, (change, _) in CHANGES.items():
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
         step = train_step(model, (X,), optimizer, strategy, loss=squares)
@@ -243,7 +237,7 @@ def changed_later(_group):
     for name in ("step hook", "own step"):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters())
-        CHANGES[name](model, optimizer)
+        CHANGES[name][0](model, optimizer)
         torch.optim.lr_scheduler.StepLR(optimizer, 1) if name == "step hook" else None
         with pytest.raises(ValueError, match="which an optimizer rebuilt over shards would not run") as error:
             train_step(model, (X,), optimizer, strategy, loss=squares)
@@ -253,7 +247,9 @@ def changed_later(_group):
 
 def test_what_changes_the_given_model_or_optimizer_is_refused(ranks):
     for later, before in ranks(2).run(changed_later):
-        assert {name: message for name, message in later.items() if SAID[name] not in message} == {}
+        wrong = {name: message for name, message in later.items() if CHANGES[name][1] not in message}
+        assert wrong == {}
+        assert all("which trains nothing" in message for message in later.values())
         assert "this AdamW has a hook of step" in before["step hook"]
         assert "this AdamW has a step of its own" in before["own step"]
 
@@ -265,7 +261,7 @@ def changed_in_force(_group, options, more, change):
     step = train_step(model, (rows,), torch.optim.AdamW(model.parameters(), lr=0.1), strategy, loss=squares, **more)
     for number in range(4):
         if number == 2:
-            CHANGES[change](model, None)
+            CHANGES[change][0](model, None)
         losses.append(step(rows).item())
     step.close()
     return losses
@@ -280,16 +276,12 @@ def changed_in_force(_group, options, more, change):
     ],
 )
 def test_what_changes_a_model_that_is_trained_itself_is_in_force(ranks, options, more, change):
-    model, expected = net(), []
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for number in range(4):
-        if number == 2:
-            CHANGES[change](model, None)
-        loss = squares(model, X)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of(model, optimizer, [(X,)] * 2, squares)
+    optimizer.zero_grad()  # what is frozen now keeps no gradient
+    CHANGES[change][0](model, None)
+    expected += losses_of(model, optimizer, [(X,)] * 2, squares)
     for losses in ranks(2).run(changed_in_force, {**options, "mesh": {"dp": 2}}, more, change):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
 
@@ -320,15 +312,9 @@ def complex_parameters(_group, options):
 
 @pytest.mark.parametrize("options", [{"mode": "hybrid"}, {"mode": "data", "sharding": ShardingOptions(zero_stage=1)}])
 def test_complex_parameters_are_clipped_as_by_torch(ranks, options):
-    model, expected = Complex(), []
+    model = Complex()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = squares(model, X)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of(model, optimizer, [(X,)] * 3, squares, max_norm=0.1)
     for losses in ranks(2).run(complex_parameters, options):
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
@@ -387,14 +373,9 @@ def _with_batch(made):
 
 
 def test_a_checkpoint_is_loaded_by_names_whatever_the_order_of_groups(ranks, tmp_path):
-    (model, optimizer), expected = grouped([0, 1, 2]), []
-    for number in range(4):
-        if number == 2:
-            optimizer.param_groups[0]["lr"] = 0.02
-        loss = squares(model, X)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    model, optimizer = grouped([0, 1, 2])
+    expected = losses_of(model, optimizer, [(X,)] * 2, squares)
+    optimizer.param_groups[0]["lr"] = 0.02
+    expected += losses_of(model, optimizer, [(X,)] * 2, squares)
     for losses in ranks(2).run(continued, tmp_path, [2, 0, 1]):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from layers import Layers
+from logged import logged
+from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel import Settings
@@ -180,17 +182,14 @@ def decided(group, path, seconds):
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
     tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
-    lines, sizes = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelno, record.getMessage()))
-    logging.getLogger("ascend_parallel").addHandler(handler)
+    sizes = []
     try:
-        for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
-            found = Tuner(settings).settings_for(CASE, group, backward=False)
-            sizes.append(found.plan.entries[0].sizes)
+        with logged(lambda record: (record.levelno, record.getMessage())) as lines:
+            for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
+                found = Tuner(settings).settings_for(CASE, group, backward=False)
+                sizes.append(found.plan.entries[0].sizes)
     finally:
         pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
-        logging.getLogger("ascend_parallel").removeHandler(handler)
     return lines, sizes
 
 
@@ -228,10 +227,6 @@ def overlap_always_wins(group, path):
     pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [1.0 / len(sizes)] * rounds for sizes in candidates
     }
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ascend_parallel").addHandler(handler)
     try:
         with Layers(group.size()) as layers:
             ascend_parallel.configure(tune=path)
@@ -249,7 +244,6 @@ def overlap_always_wins(group, path):
             plain = layer(x)[0]
     finally:
         pass_times.TimedLinear.time_sizes = kept
-        logging.getLogger("ascend_parallel").removeHandler(handler)
     return tuned, planned, torch.equal(y, again) and torch.equal(y, plain)
 
 
@@ -313,7 +307,8 @@ def test_what_does_not_communicate_is_not_measured(ranks):
     assert ranks(2).run(alone) == [(0, 96)] * 2
 
 
-def checkpointed(group):
+@on_ranks(2)
+def test_a_checkpoint_does_not_see_what_is_measured(group):
     """torch's checkpoint counts saved tensors; the tuner's tensors must not count."""
     from torch.utils.checkpoint import checkpoint
 
@@ -326,11 +321,7 @@ def checkpointed(group):
             x = torch.randn(256, 32, requires_grad=True)
             checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
             found.append((x.grad, layer.weight.grad))
-    return all(map(torch.equal, *found))
-
-
-def test_a_checkpoint_does_not_see_what_is_measured(ranks):
-    assert ranks(2).run(checkpointed) == [True, True]
+    assert all(map(torch.equal, *found))
 
 
 def unlike(group):
@@ -350,7 +341,8 @@ def test_ranks_that_come_to_different_calls_are_told_apart(ranks):
     assert "with gradients; rank 1: Case" in first
 
 
-def no_home(group):
+@on_ranks(2)
+def test_a_failure_of_one_rank_is_told_to_all(group):
     kept = tuner.cached_plan
 
     def missing(machine):
@@ -362,11 +354,6 @@ def no_home(group):
             Tuner(Settings(auto=True)).settings_for(CASE, group, backward=False)
     finally:
         tuner.cached_plan = kept
-    return True
-
-
-def test_a_failure_of_one_rank_is_told_to_all(ranks):
-    assert ranks(2).run(no_home) == [True, True]
 
 
 def test_stages_keep_each_others_entries(tmp_path):
