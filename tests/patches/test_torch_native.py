@@ -155,7 +155,7 @@ def test_verification_finds_a_planted_fault(group, plan):
     def wrong(right):
         return lambda *args, **kwargs: right(*args, **kwargs) + 1e-3 * group.rank()
 
-    _, error = checked(parallelised(group, plan), step, linear_call, "column_linear", wrong)
+    _, error = checked(parallelised(group, plan), step, linear_call, "run_column", wrong)
     assert "is wrong on rank 1" in error
 
 
