@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,6 +159,12 @@ class OpCall:
         named = {declared.name: declared.default_value for declared in schema.arguments if declared.has_default_value()}
         named |= {declared.name: value for declared, value in zip(schema.arguments, self.args, strict=False)}
         return {**named, **self.kwargs}
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Call the operator on these tensors."""
+        asked = tuple(self.args), dict(self.kwargs)
+        args, kwargs = pytree.tree_map_only(Ref, lambda ref: inputs[ref.index], asked)
+        return self.target(*args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,6 +345,16 @@ class Graph:
     def kept(self) -> set[Value]:
         """Return the tensors that are needed after all operators have run: outputs and new values of buffers."""
         return {*self.returned, *self.updates.values()}
+
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Return the names of the nodes that these tensors are computed from, with those that make them."""
+        found, waiting = set[str](), [value.node for value in values]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += [value.node for value in self.nodes[name].inputs]
+        return found
 
     def readers(self) -> dict[Value, list[tuple[str, int]]]:
         """Return, for every tensor, its readers as (node name, index of the tensor among the node's inputs)."""
