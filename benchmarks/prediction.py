@@ -27,7 +27,7 @@ from measuring import gain, on_ranks, options_of, run, table
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.bench.shapes import shape_cases
+from ascend_parallel.tuning.bench.shapes import case_of, shape_linears
 from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
 
@@ -131,7 +131,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
     for k in RATES[rate]:
         for kind, parallel in LAYERS:
             shape = f"{M},{k},{N}" if kind == "row" else f"{M},{N},{k}"
-            cases += shape_cases([shape], [kind], RANKS, parallel, torch.float32)[1]
+            cases += map(case_of, shape_linears([shape], [kind], RANKS, parallel, torch.float32, "cpu"))
     arguments = {"cases": cases, "chunks": CHUNKS, "fused": False, "rounds": rounds, "equal": True}
     link = None if rate == "loopback" else rate
     target = "ascend_parallel.tuning.bench.passes:measure"

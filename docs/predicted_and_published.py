@@ -7,11 +7,14 @@ python docs/predicted_and_published.py docs/predicted-and-published.md     write
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from published_degrees import evaluate_run, launch_page, launched_runs, planning_obstacle
 
-from ascend_parallel.tuning.published.report import compare_runs, page
+from ascend_parallel.text.tables import markdown_table
+from ascend_parallel.tuning.published.report import HEADS, cells_of, compare_runs, summary_table
 
 PREDICT, PLANNED = "<!-- predict: below -->\n", "<!-- plan-training: below -->\n"
 LAUNCHES = "<!-- launch scripts: below -->\n"
@@ -32,6 +35,19 @@ def main() -> None:
 def planned() -> str:
     """Return the tables of the evaluation behind plan-training."""
     return page(compare_runs(planning_obstacle, evaluate_run))
+
+
+def page(comparison: Mapping[str, Any]) -> str:
+    """Return the tables of a comparison in Markdown."""
+    parts = [*markdown_table(*summary_table(comparison["summary"])), ""]
+    for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
+        rows = [row for row in comparison["rows"] if row["table"] == table]
+        cells = [cells_of(row) for row in rows if row["error"] is not None]
+        parts += [f"### {table}", "", rows[0]["source"], ""]
+        parts += [*markdown_table(HEADS, cells), ""] if cells else []
+        left_out = [f"`{row['id']}`: {row['obstacle']}" for row in rows if row["error"] is None]
+        parts += ["Not predicted: " + "; ".join(left_out) + ".", ""] if left_out else []
+    return "\n".join(parts)
 
 
 def inserted(document: str, mark: str, text: str) -> str:

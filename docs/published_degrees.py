@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ascend_parallel.settings import Settings, current_settings
+from ascend_parallel.text.tables import markdown_table
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset
@@ -17,7 +18,6 @@ from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import COLLECTIVES, NONE
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.published.prediction import RunPrediction, obstacle, predict_run
-from ascend_parallel.tuning.published.report import markdown
 from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
 
 DTYPE = "bfloat16"
@@ -141,7 +141,7 @@ def launch_page(rows: Iterable[LaunchedRun]) -> str:
         )
         for row in rows
     ]
-    return "\n".join([*markdown(LAUNCH_HEADS, cells), ""])
+    return "\n".join([*markdown_table(LAUNCH_HEADS, cells), ""])
 
 
 def _size(candidate: Candidate) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ from ascend_parallel.cli.options import (
     ShapeOption,
     dtype_of,
 )
-from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
+from ascend_parallel.cli.output import console, errors, needs_folder
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
@@ -103,7 +103,8 @@ def bench(
 
     if moe is not None:
         with errors("bench", LinkError):
-            _bench_experts(moe, shared, model, shape, tp, dtype, chunks, rounds, link, device, as_json)
+            case, groups = _experts_case(moe, shared, model, shape, tp, dtype, chunks, device)
+            _bench_experts(case, groups, tp, rounds, link, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
@@ -124,35 +125,20 @@ def bench(
             plot(rows, request.conditions(measured), plot_file)
 
 
-def _bench_experts(
-    moe: str,
-    shared: int,
-    model: str | None,
-    shapes: list[str] | None,
-    tp: int,
-    dtype: str,
-    chunks: str,
-    rounds: int,
-    link: str | None,
-    device: str | None,
-    as_json: bool,
-) -> None:
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS
+def _bench_experts(case: ExpertsCase, groups: list[int], tp: int, rounds: int, link: str | None, as_json: bool) -> None:
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, call_with_progress
     from ascend_parallel.tuning.bench import experts
-    from ascend_parallel.tuning.launch.ranks import call_on_ranks
 
-    case, groups = _experts_case(moe, shared, model, shape=shapes, tp=tp, dtype=dtype, chunks=chunks, device=device)
-    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
-        measured = call_on_ranks(
-            "ascend_parallel.tuning.bench.experts:measure",
-            tp,
-            limit=60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4,
-            link=link,
-            on_progress=status.update,
-            case=asdict(case),
-            groups=groups,
-            rounds=rounds,
-        )
+    measured = call_with_progress(
+        as_json,
+        "ascend_parallel.tuning.bench.experts:measure",
+        tp,
+        limit=60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4,
+        link=link,
+        case=asdict(case),
+        groups=groups,
+        rounds=rounds,
+    )
     if as_json:
         typer.echo(json.dumps(experts.as_dict(case, measured["times"]), indent=1))
         return
@@ -165,7 +151,6 @@ def _experts_case(
     moe: str,
     shared: int,
     model: str | None,
-    *,
     shape: list[str] | None,
     tp: int,
     dtype: str,
@@ -218,13 +203,13 @@ def tune(
 
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
-    from ascend_parallel.cli.bench_request import request_of
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, call_with_progress, request_of
     from ascend_parallel.tuning.bench.results import rows_of, show
     from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
 
     with errors("tune", LinkError):
         if moe is not None:
-            case, groups = _experts_case(moe, 0, model, shape=shape, tp=tp, dtype=dtype, chunks=chunks, device=device)
+            case, groups = _experts_case(moe, 0, model, shape, tp, dtype, chunks, device)
         else:
             request = request_of(
                 model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
@@ -234,7 +219,9 @@ def tune(
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
         if moe is not None:
-            measured = _tuned_experts(case, groups, tp, link, as_json)
+            limit, asked = 60 + 4 * SECONDS_A_PASS, {"case": asdict(case), "groups": groups}
+            target = "ascend_parallel.tuning.bench.experts:tune"
+            measured = call_with_progress(as_json, target, tp, limit=limit, link=link, **asked)
         else:
             measured = replace(request, fused=False).measure(as_json)
         plan = read_plan(measured["plan"])
@@ -252,23 +239,6 @@ def tune(
         typer.echo(f"{case}: {_in_words(read_plan(measured['plan']).entries[0])}")
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
-
-
-def _tuned_experts(case: ExpertsCase, groups: list[int], tp: int, link: str | None, as_json: bool) -> dict[str, Any]:
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS
-    from ascend_parallel.tuning.launch.ranks import call_on_ranks
-
-    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
-        measured: dict[str, Any] = call_on_ranks(
-            "ascend_parallel.tuning.bench.experts:tune",
-            tp,
-            limit=60 + 4 * SECONDS_A_PASS,
-            link=link,
-            on_progress=status.update,
-            case=asdict(case),
-            groups=groups,
-        )
-    return measured
 
 
 def _in_words(entry: Entry) -> str:

@@ -10,8 +10,8 @@ from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.results import Row
-from ascend_parallel.tuning.bench.shapes import model_cases, scaled, shape_cases
-from ascend_parallel.tuning.cost_model.models import Batch, find_model
+from ascend_parallel.tuning.bench.shapes import case_of, scaled, shape_linears
+from ascend_parallel.tuning.cost_model.models import Batch, Linear, find_model, layer_linears
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
@@ -40,21 +40,19 @@ class BenchRequest:
 
     def measure(self, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
         """Time the layers on new processes; return what rank 0 measured."""
-        with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
-            measured: dict[str, Any] = call_on_ranks(
-                "ascend_parallel.tuning.bench.passes:measure",
-                self.ranks,
-                limit=self.limit,
-                link=self.link,
-                device=self.device,
-                on_progress=lambda line: status.update(line.replace("[", r"\[")),
-                cases=self.cases,
-                chunks=self.chunks,
-                fused=self.fused and self.link is None,
-                rounds=self.rounds,
-                deterministic=list(deterministic),
-            )
-        return measured
+        return call_with_progress(
+            as_json,
+            "ascend_parallel.tuning.bench.passes:measure",
+            self.ranks,
+            limit=self.limit,
+            link=self.link,
+            device=self.device,
+            cases=self.cases,
+            chunks=self.chunks,
+            fused=self.fused and self.link is None,
+            rounds=self.rounds,
+            deterministic=list(deterministic),
+        )
 
     def conditions(self, measured: dict[str, Any]) -> str:
         """Return the conditions of the times in words."""
@@ -77,6 +75,32 @@ class BenchRequest:
         }
 
 
+def call_with_progress(as_json: bool, target: str, ranks: int, **options: Any) -> dict[str, Any]:
+    """Return what a function of the package returns on new ranks (`call_on_ranks`), with a line of progress."""
+    with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
+        measured: dict[str, Any] = call_on_ranks(
+            target, ranks, on_progress=lambda line: status.update(line.replace("[", r"\[")), **options
+        )
+    return measured
+
+
+def linears_of(
+    model: str | None, shapes: list[str] | None, layer: str, seq: int | None, scale: int = 1, **batch: Any
+) -> tuple[str, list[Linear]]:
+    """Return a title, and the layers of --model, or of --shape and --layer.
+
+    batch: fields of `Batch` beside the sequence. Raises `PlanningError` unless one of model and shapes is given.
+    """
+    if (model is None) == (not shapes):
+        raise PlanningError("give either --model or --shape")
+    if model is None:
+        kinds, names = lookup("--layer", layer, LAYERS), ("tp", "sequence_parallel", "dtype", "device")
+        return "shapes", shape_linears(shapes or [], kinds, *(batch[name] for name in names))
+    wide = find_model(model)
+    title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
+    return title, layer_linears(scaled(wide, scale), Batch(sequence=seq or wide.sequence or SEQUENCE, **batch))
+
+
 def request_of(
     model: str | None,
     shapes: list[str] | None,
@@ -93,31 +117,24 @@ def request_of(
     device: str | None,
 ) -> BenchRequest:
     """Return the request of the command's options; raises `PlanningError` for what is not allowed."""
-    if (model is None) == (not shapes):
-        raise PlanningError("give either --model or --shape")
-    chosen, place = dtype_of(dtype), requested_device(device, tp, link)
-    if model is not None:
-        wide = find_model(model)
-        batch = Batch(
-            sequence=seq or wide.sequence or SEQUENCE,
-            micro_batch=micro_batch,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            dtype=chosen,
-            device=place,
-        )
-        names, cases = model_cases(scaled(wide, scale), batch)
-        title = wide.title + (f", {scale} times narrower" if scale > 1 else "")
-    else:
-        kinds = lookup("--layer", layer, LAYERS)
-        names, cases = shape_cases(shapes or [], kinds, tp, sequence_parallel, chosen)
-        title = "shapes"
-    counts = chunk_counts(chunks)
+    place = requested_device(device, tp, link)
+    title, linears = linears_of(
+        model,
+        shapes,
+        layer,
+        seq,
+        scale,
+        micro_batch=micro_batch,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype_of(dtype),
+        device=place,
+    )
     return BenchRequest(
-        names=names,
-        cases=cases,
+        names=[linear.name for linear in linears],
+        cases=[case_of(linear) for linear in linears],
         ranks=tp,
-        chunks=counts,
+        chunks=chunk_counts(chunks),
         fused=True,
         rounds=rounds,
         link=link,

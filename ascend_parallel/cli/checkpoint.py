@@ -16,15 +16,16 @@ from rich.table import Table
 from rich.tree import Tree
 
 from ascend_parallel.cli.commands import Command, Commands
+from ascend_parallel.cli.options import DTYPES, dtype_of
 from ascend_parallel.cli.output import console, errors, needs_sharding, progress_console
+from ascend_parallel.text import dtype_name, size_of
 from ascend_parallel.text.folded_rows import fold
+from ascend_parallel.tuning.cost_model.tables import lookup
 
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
 
 WIDTH = 120  # of output to a file
-FORMATS = ("safetensors", "torch", "dcp")
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Show, compare and convert checkpoints."
@@ -80,20 +81,16 @@ def convert_command(
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
     needs_sharding("checkpoint")
-    import torch
-
     from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
-    from ascend_parallel.training.checkpoint.convert import convert, open_source
+    from ascend_parallel.training.checkpoint.convert import FORMATS, convert, open_source
 
     with errors("checkpoint", CheckpointError):
-        if to not in FORMATS:
-            raise ValueError(f"--to {to}: give one of {', '.join(FORMATS)}")
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"--dtype {dtype}: give one of {', '.join(DTYPES)}")
+        form = lookup("--to", to, {name: name for name in FORMATS})
+        target = None if dtype is None else dtype_of(dtype)
         source = open_source(path, step, [megatron_format])
         with _progress("converting", len(source.kinds), as_json) as progress:
-            written = convert(source, out, to, None if dtype is None else getattr(torch, dtype), progress)
+            written = convert(source, out, form, target, progress)
     typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
 
 
@@ -141,8 +138,6 @@ def _progress(title: str, count: int, as_json: bool) -> Iterator[Callable[[str],
 
 def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
     about = {name: saved.manifest[name] for name in ("step", "ranks", "torch", "ascend_parallel")}
-    from ascend_parallel.training.checkpoint.differences import dtype_name
-
     tensors = {}
     for name, (shape, dtype) in saved.kinds.items():
         boxes = saved.shard_bounds(name)
@@ -157,8 +152,6 @@ def _as_dict(saved: CheckpointReader, all_steps: list[int]) -> dict[str, Any]:
 
 
 def _tree(description: dict[str, Any], full: bool) -> Tree:
-    from ascend_parallel.text import size_of
-
     total = sum(tensor["bytes"] for tensor in description["tensors"].values())
     tree = Tree(
         f"[bold]{description['path']}[/]  step {description['step']}, ranks: {description['ranks']}, {size_of(total)}"
@@ -183,8 +176,6 @@ def _tree(description: dict[str, Any], full: bool) -> Tree:
 
 def _cells(tensor: dict[str, Any]) -> tuple[str, ...]:
     """Return the shape, dtype, size and parts of a tensor."""
-    from ascend_parallel.text import size_of
-
     shape = " x ".join(map(str, tensor["shape"])) or "scalar"
     return shape, tensor["dtype"], size_of(tensor["bytes"]), _cut(tensor["boxes"])
 

@@ -11,9 +11,7 @@ import typer
 from ascend_parallel.cli.options import (
     DEVICE_DTYPES,
     DTYPES,
-    LAYERS,
     MOST_RANKS,
-    SEQUENCE,
     TP,
     BatchOption,
     LayerOption,
@@ -24,12 +22,12 @@ from ascend_parallel.cli.options import (
     dtype_of,
 )
 from ascend_parallel.cli.output import console, errors
-from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
+from ascend_parallel.tuning.cost_model.tables import lookup
 
 if TYPE_CHECKING:
     from ascend_parallel.ops.registry import Explanation
     from ascend_parallel.settings import Settings
-    from ascend_parallel.tuning.cost_model.models import Batch, Linear
+    from ascend_parallel.tuning.cost_model.models import Linear
 
 DIRECTIONS = ("forward", "backward")
 WIDTH = 150
@@ -66,24 +64,23 @@ def explain(
 
       COC_PARALLEL_NUM=4 ascend-parallel explain --shape 2048,1024,1024 --tp 2 --device cpu --framework megatron
     """
+    from ascend_parallel.cli.bench_request import linears_of
     from ascend_parallel.settings import current_settings
-    from ascend_parallel.tuning.cost_model.models import Batch, find_model, layer_linears
 
     with errors("explain"):
-        if (model is None) == (not shape):
-            raise PlanningError("give either --model or --shape")
         place = lookup("--device", device, {name: name for name in DEVICE_DTYPES})
         prefix = None if framework is None else lookup("--framework", framework, MODULES)
-        described = None if model is None else find_model(model)
-        batch = Batch(
-            sequence=seq or (described and described.sequence) or SEQUENCE,
+        _, linears = linears_of(
+            model,
+            shape,
+            layer,
+            seq,
             micro_batch=micro_batch,
             tp=tp,
             sequence_parallel=sequence_parallel,
             dtype=dtype_of(dtype or DEVICE_DTYPES[place]),
             device=place,
         )
-        linears = _of_shapes(shape or [], layer, batch) if described is None else layer_linears(described, batch)
         settings = current_settings()
         found = [passed for linear in linears for passed in _passes(linear, chip, settings)]
         state = None if prefix is None else _state(str(framework).lower(), prefix)
@@ -103,13 +100,6 @@ def _show(state: dict[str, Any] | None, found: list[tuple[Linear, str, Explanati
             out.print(f"  {done}  {patch['target']}: {patch['reason']}", markup=False, soft_wrap=True)
     for linear, direction, reasons in found:
         out.print(f"{linear.name} ({linear.kind}), {direction}: {reasons}", markup=False, soft_wrap=True)
-
-
-def _of_shapes(shapes: list[str], layer: str, batch: Batch) -> list[Linear]:
-    from ascend_parallel.tuning.bench.shapes import shape_linears
-
-    kinds = lookup("--layer", layer, LAYERS)
-    return shape_linears(shapes, kinds, batch.tp, batch.sequence_parallel, batch.dtype, batch.device)
 
 
 def _passes(linear: Linear, chip: str, settings: Settings) -> list[tuple[Linear, str, Explanation]]:

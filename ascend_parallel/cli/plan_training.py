@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,13 +15,15 @@ from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 from ascend_parallel.tuning.cost_model.tables import lookup
 
+if TYPE_CHECKING:
+    from ascend_parallel.training.confirm_degrees import ConfirmedCandidate
+    from ascend_parallel.training.degrees.search import SearchResult
+
 MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 30
 FLOAT32 = "float32"
 DTYPES = ("bfloat16", FLOAT32)
 FILES = (".json", ".toml")
 Progress = Callable[[str], None]
-_Shares = dict[str, int | None]
-_Search = Callable[[int, float, str, Progress], tuple[Any, Any]]
 
 
 def plan_training(
@@ -85,15 +87,8 @@ def plan_training(
         file = out or Path(f"{Path(model).stem if model.endswith(FILES) else model.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)
         amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
-        of_function = ":" in model
-        shares = {"ep": ep, "cp": cp}
-        search = (
-            _of_function(model, batch, seq, amp, shares)
-            if of_function
-            else _of_preset(model, ranks, batch, seq, amp, shares)
-        )
-        find_hardware(hardware)
-        found, planned = search(ranks, limit, hardware, status.update)
+        job = {"ranks": ranks, "memory": limit, "ep": ep, "cp": cp}
+        found, planned = _searched(model, batch, seq, amp, hardware, status.update, **job)
         best = found.best[planned.place]
         file.write_text(toml_of(found.tables(best), found, best), encoding="utf-8")
     if as_json:
@@ -106,56 +101,31 @@ def plan_training(
     typer.echo(f"wrote {file}: {best}")
 
 
-def _of_function(text: str, batch: int | None, seq: int | None, amp: str | None, shares: _Shares) -> _Search:
-    """Return the search for a user's model."""
-    from ascend_parallel.training import AmpOptions
-    from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
-    from ascend_parallel.training.degrees.search import SearchResult, search_degrees
+def _searched(
+    name: str, batch: int | None, seq: int | None, amp: str | None, hardware: str, progress: Progress, **job: Any
+) -> tuple[SearchResult, ConfirmedCandidate]:
+    """Return the result of a search, and the first of its best that fits as a whole.
+
+    name: a user's function, a preset of the cost model, or a file of sizes. job: ranks, memory, ep and cp.
+    """
+    from ascend_parallel.training import AmpOptions, search_degrees
+    from ascend_parallel.training.confirm_degrees import planned_whole
+    from ascend_parallel.training.degrees.presets import built_preset, preset_of, traced_preset
+    from ascend_parallel.training.degrees.search import search_traced
     from ascend_parallel.training.loss import mean_loss
 
-    refuse_sizes(text, batch, seq)
-    model, data, loss = build_model(text, with_loss=True)
-
-    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
+    job |= {"hardware": hardware, "progress": progress}
+    if ":" in name:
+        refuse_sizes(name, batch, seq)
+        model, data, loss = build_model(name, with_loss=True)
         options = AmpOptions(dtype=None if amp == FLOAT32 else amp)
-        how = loss or mean_loss
-        found = search_degrees(
-            model,
-            data,
-            ranks=ranks,
-            memory=limit,
-            hardware=hardware,
-            loss=how,
-            amp=options,
-            progress=progress,
-            **shares,
-        )
-        progress("planning the whole model")
-        return found, planned_whole(found, model, data, how)
-
-    return search
-
-
-def _of_preset(name: str, ranks: int, batch: int | None, seq: int | None, amp: str | None, shares: _Shares) -> _Search:
-    """Return the search for a preset of the cost model, or for a model that a file describes."""
-    from ascend_parallel.training.confirm_degrees import ConfirmedCandidate, planned_whole
-    from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch, traced_preset
-    from ascend_parallel.training.degrees.search import SearchResult, search_traced
-    from ascend_parallel.training.loss import mean_loss
-    from ascend_parallel.tuning.cost_model.models import find_model, read_model
-
-    preset = read_model(Path(name)) if name.endswith(FILES) else find_model(name)
-    length = seq or preset.sequence or SEQUENCE
-    size = batch or default_batch(ranks, length)
-
-    def search(ranks: int, limit: float, hardware: str, progress: Progress) -> tuple[SearchResult, ConfirmedCandidate]:
-        dtype = amp or find_hardware(hardware).dtype
-        traced = traced_preset(preset, length, size, dtype)
-        found = search_traced(traced, ranks=ranks, memory=limit, hardware=hardware, progress=progress, **shares)
-        progress("planning the whole model")
-        return found, planned_whole(found, *built_preset(preset, length, size), mean_loss)
-
-    return search
+        found = search_degrees(model, data, loss=loss or mean_loss, amp=options, **job)
+    else:
+        preset, length, size = preset_of(name, job["ranks"], seq, batch)
+        found = search_traced(traced_preset(preset, length, size, amp or find_hardware(hardware).dtype), **job)
+        (model, data), loss = built_preset(preset, length, size), None
+    progress("planning the whole model")
+    return found, planned_whole(found, model, data, loss or mean_loss)
 
 
 def _check_file(file: Path) -> None:

@@ -183,9 +183,7 @@ def predict(
             needs_folder("--html", html)
             require("--html", html, not gains, "it without --gains, which predicts several steps")
         with progress_console(as_json).status("predicting"):
-            result = compare(work) if gains else _predicted(_model(model, model_file), work)
-            if html is not None:
-                html.write_text(_lanes(_model(model, model_file), work, result), encoding="utf-8")
+            result = compare(work) if gains else _predicted(_model(model, model_file), work, html)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif gains:
@@ -194,22 +192,22 @@ def predict(
         show(result, out)
 
 
-def _predicted(model: Model, work: Assumptions) -> dict[str, Any]:
-    from ascend_parallel.tuning.cost_model.report import predict as predicted
-
-    batch = work.batch(model, work.sequence_parallel is not False)
-    return predicted(model, batch, work.layout, work.hardware)
-
-
-def _lanes(model: Model, work: Assumptions, prediction: dict[str, Any]) -> str:
+def _predicted(model: Model, work: Assumptions, html: Path | None) -> dict[str, Any]:
+    """Return the prediction of a step, and write its lanes."""
     from ascend_parallel.tuning.cost_model.layer_passes import BEST
+    from ascend_parallel.tuning.cost_model.report import predict as predicted
     from ascend_parallel.tuning.cost_model.report import summary
     from ascend_parallel.tuning.cost_model.step import step_work
-    from ascend_parallel.tuning.step_time.lanes import page
 
     batch = work.batch(model, work.sequence_parallel is not False)
-    step = step_work(work.costs, model, batch, work.layout, BEST)
-    return page(step, f"{model.name} on {work.hardware.name}: a predicted step", summary(prediction))
+    prediction = predicted(model, batch, work.layout, work.hardware)
+    if html is not None:
+        from ascend_parallel.tuning.step_time.lanes import page
+
+        step = step_work(work.costs, model, batch, work.layout, BEST)
+        title = f"{model.name} on {work.hardware.name}: a predicted step"
+        html.write_text(page(step, title, summary(prediction)), encoding="utf-8")
+    return prediction
 
 
 def _refuse_beside(

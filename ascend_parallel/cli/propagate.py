@@ -201,15 +201,12 @@ def refuse_sizes(text: str, batch: int | None, seq: int | None) -> None:
 
 def _built(text: str, ranks: int, batch: int | None, seq: int | None) -> tuple[torch.nn.Module, tuple[Any, ...], Any]:
     """Return model, batch and loss of a function, or of a preset as plan-training plans it for so many ranks."""
-    from ascend_parallel.training.degrees.presets import SEQUENCE, built_preset, default_batch
-    from ascend_parallel.tuning.cost_model.models import find_model
+    from ascend_parallel.training.degrees.presets import built_preset, preset_of
 
     if ":" in text:
         refuse_sizes(text, batch, seq)
         return build_model(text, with_loss=True)
-    preset = find_model(text)
-    length = seq or preset.sequence or SEQUENCE
-    return *built_preset(preset, length, batch or default_batch(ranks, length)), None
+    return *built_preset(*preset_of(text, ranks, seq, batch)), None
 
 
 def _import(where: str) -> ModuleType:
@@ -232,7 +229,7 @@ def strategy(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Function that returns (model, batch[, loss]), or a preset (predict --list).",
+            help="Function that returns (model, batch[, loss]), a preset (predict --list), or a file of sizes.",
         ),
     ],
     config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],

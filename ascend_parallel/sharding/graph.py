@@ -197,6 +197,12 @@ class OpCall:
         named |= {declared.name: value for declared, value in zip(self.declared, self.args, strict=False)}
         return {**named, **self.kwargs}
 
+    def run(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Call the operator on these tensors."""
+        asked = tuple(self.args), dict(self.kwargs)
+        args, kwargs = pytree.tree_map_only(Ref, lambda ref: inputs[ref.index], asked)
+        return self.target(*args, **kwargs)
+
 
 @dataclass(frozen=True, eq=False)
 class Mark:

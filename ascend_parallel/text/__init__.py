@@ -1,4 +1,4 @@
-"""Texts: read those of users, shorten values for messages, fill templates, fold equal rows of tables."""
+"""Texts: read and write those of users, shorten values for messages, fill templates, make and fold tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import reprlib
+import secrets
 import stat
 import sys
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,20 @@ def file_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file atomically: a reader sees the old text or the new one; durable: also after a crash."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def toml(text: str) -> dict[str, Any]:
     """Return the values of a TOML text; raises `ValueError`, or `RecursionError` for deep nesting."""
     if sys.version_info >= (3, 11):
@@ -91,6 +106,11 @@ def shown(value: object) -> str:
 def some_of(items: Sequence[object], most: int, rest: str = "more") -> str:
     """Return the first `most` items with commas, and how many others there are."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} {rest}" if len(items) > most else "")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of torch's dtype without its prefix: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def size_of(nbytes: float) -> str:

@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CALL, Graph, Node, OpCall, Ref, TensorMeta, Value
 from ascend_parallel.sharding.layout import Layout
@@ -28,96 +26,19 @@ from ascend_parallel.text import nearest
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 
 # The lists of torch.autocast (torch/docs, "CUDA Ops that can autocast"), with means, batch norms and RMS norms in fp32.
-LOW_PRECISION = [
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "mv",
-    "addmm",
-    "addbmm",
-    "baddbmm",
-    "addmv",
-    "addr",
-    "einsum",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "prelu",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "conv_tbc",
-    "scaled_dot_product_attention",
-]
-FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "softplus",
-    "softmax",
-    "log_softmax",
-    "cumsum",
-    "cumprod",
-    "prod",
-    "sum",
-    "mean",
-    "norm",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "logsumexp",
-    "renorm",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "native_group_norm",
-    "batch_norm",
-    "native_batch_norm",
-    "rms_norm",
-    "cosine_similarity",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional",
-    "_fused_rms_norm",
-    "nll_loss",
-    "nll_loss_nd",
-    "nll_loss2d",
-    "cross_entropy_loss",
-    "l1_loss",
-    "mse_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "soft_margin_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "hinge_embedding_loss",
-    "margin_ranking_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "triplet_margin_loss",
-    "cdist",
-    "pdist",
-    "dist",
-]
-
-
+LOW_PRECISION = """
+    linear matmul mm bmm mv addmm addbmm baddbmm addmv addr einsum chain_matmul linalg_multi_dot prelu conv1d conv2d
+    conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc scaled_dot_product_attention
+"""
+FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus softmax log_softmax
+    cumsum cumprod prod sum mean norm linalg_vector_norm linalg_matrix_norm logsumexp renorm layer_norm
+    native_layer_norm group_norm native_group_norm batch_norm native_batch_norm rms_norm cosine_similarity
+    _native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm nll_loss nll_loss_nd nll_loss2d
+    cross_entropy_loss l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+    binary_cross_entropy_with_logits kl_div poisson_nll_loss cosine_embedding_loss hinge_embedding_loss
+    margin_ranking_loss multi_margin_loss multilabel_margin_loss triplet_margin_loss cdist pdist dist
+"""
 WIDE = torch.float32
 CAST = torch.ops.aten._to_copy.default
 
@@ -262,9 +183,9 @@ class _Caster:
         name, lists = operator_name(node), self.amp.level == "O1"
         if any(_names(entry, node) for entry in self.amp.keep_fp32):
             return WIDE
-        if any(_names(entry, node) for entry in self.amp.low_precision) or name in LOW_PRECISION:
+        if any(_names(entry, node) for entry in self.amp.low_precision) or name in LOW_PRECISION.split():
             return self._low
-        return WIDE if lists and name in FP32 else None
+        return WIDE if lists and name in FP32.split() else None
 
     def _cast(self, value: Value, dtype: torch.dtype, reader: Node, index: int, *, ahead: bool = True) -> Value:
         """Return the tensor in another dtype, by a cast before its first reader; the tensor itself if it has it."""
@@ -307,9 +228,8 @@ class _Caster:
         """Return what a call returns for inputs of these dtypes; None if it does not take them."""
         with self._fakes:
             tensors = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
-            args, kwargs = pytree.tree_map_only(Ref, lambda ref: tensors[ref.index], (call.args, dict(call.kwargs)))
             try:
-                returned: Any = call.target(*args, **kwargs)
+                returned = call.run(tensors)
             except RuntimeError:
                 return None
         leaves = returned if isinstance(returned, (tuple, list)) else (returned,)

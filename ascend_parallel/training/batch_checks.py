@@ -33,27 +33,6 @@ def is_due(number: int, every: int) -> bool:
     return bool(every) and (number < FIRST or number % every == 0)
 
 
-class BatchShapes:
-    """Checks that each batch has as many arguments as the first batch and, if `whole`, the first batch's shapes."""
-
-    def __init__(self, batch: Sequence[Any], whole: bool) -> None:
-        """Take the first batch, with which the step is made; `whole`: every rank passes the global batch."""
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch]
-        self._shapes, self._whole = shapes, whole
-
-    def problem(self, batch: Sequence[Any]) -> str:
-        """Return an error message for another number of arguments or other shapes, "" if they match."""
-        if len(batch) != len(self._shapes):
-            return f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
-        for number, (value, shape) in enumerate(zip(batch, self._shapes, strict=True)):
-            if self._whole and isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) != shape:
-                return (
-                    f"argument {number} of the batch is {list(value.shape)}; the step was made with {list(shape)}, and "
-                    "all batches are of one shape: leave out a smaller last batch (drop_last=True of a DataLoader)"
-                )
-        return ""
-
-
 @dataclass(frozen=True)
 class _Part:
     """Tensors of a batch that are cut along the same mesh dimensions.
@@ -71,20 +50,32 @@ class _Part:
     replicas: tuple[tuple[int, ...], ...]
 
 
-class BatchComparison:
-    """Compares digests of the ranks' batches: of each of the first 8 batches, then of every N-th batch."""
+class BatchCheck:
+    """Checks that each batch has the arguments and shapes of the first, and that the ranks of a replica get the same.
 
-    def __init__(self, strategy: Strategy, plans: Sequence[ShardingPlan], local_batches: bool, every: int) -> None:
-        """Determine which ranks must get the same.
+    Ranks compare digests: of each of the first 8 batches, then of every N-th batch.
+    """
+
+    def __init__(
+        self,
+        batch: Sequence[Any],
+        strategy: Strategy,
+        plans: Sequence[ShardingPlan],
+        local_batches: bool,
+        every: int,
+    ) -> None:
+        """Take the first batch, with which the step is made, and determine which ranks must get the same.
 
         plans
             The plan of the model on each mesh; () in mode "hybrid": ranks at the same place along the data dimension
             must.
         local_batches
-            Every rank gives its part of the batch: ranks with the same part must. False: all ranks must.
+            Every rank gives its part of the batch, of any shape: ranks with the same part must. False: all ranks must.
         every
             N; 0: nothing is compared.
         """
+        self._shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch]
+        self._whole = bool(plans) and not local_batches
         self._strategy, self._every, self._seen = strategy, every, 0
         meshes = strategy.meshes()
         if not plans:
@@ -95,13 +86,31 @@ class BatchComparison:
         else:
             self._parts = [_Part((), None, _replicas(meshes, ()))]
 
-    def difference(self, batch: Sequence[Any], problem: str) -> str:
+    def error(self, batch: Sequence[Any]) -> Exception | None:
+        """Return the error of a batch; every rank must call it. Raises `DisagreementError` if a rank does not."""
+        problem = self._problem(batch)
+        difference = self._difference(batch, problem)
+        if problem:
+            return ValueError(problem)
+        return DisagreementError(difference) if difference else None
+
+    def _problem(self, batch: Sequence[Any]) -> str:
+        """Return an error message for another number of arguments or other shapes, "" if they match."""
+        if len(batch) != len(self._shapes):
+            return f"{len(batch)} arguments were given; the batch that the step was made with has {len(self._shapes)}"
+        for number, (value, shape) in enumerate(zip(batch, self._shapes, strict=True)):
+            if self._whole and isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) != shape:
+                return (
+                    f"argument {number} of the batch is {list(value.shape)}; the step was made with {list(shape)}, and "
+                    "all batches are of one shape: leave out a smaller last batch (drop_last=True of a DataLoader)"
+                )
+        return ""
+
+    def _difference(self, batch: Sequence[Any], problem: str) -> str:
         """Return a message, the same on all ranks, if the batch differs on ranks that must get the same, else "".
 
         problem
             This rank's own error message, "" without an error; it is returned on the other ranks too.
-
-        Every rank must call it. Raises `DisagreementError` if a rank does not.
         """
         number, self._seen = self._seen, self._seen + 1
         if not is_due(number, self._every) or dist.get_backend() == "fake":  # fake ranks have no batches

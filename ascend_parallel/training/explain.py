@@ -75,9 +75,6 @@ def table(groups: Sequence[GroupMemory]) -> Iterator[str]:
     yield from (name.ljust(width) + row for name, row in named)
 
 
-ITEMSIZE_OF_MASTERS = 4
-
-
 def explain(
     planned: TrainingPlan, operators: bool = False, settings: Settings | None = None, *, full: bool = False
 ) -> str:
@@ -327,7 +324,7 @@ class _Explained:
                 for node in mine
             ]
             if mine:
-                masters = ITEMSIZE_OF_MASTERS if amp.has_masters else None
+                masters = WIDE.itemsize if amp.has_masters else None
                 memories.append(
                     predicted_memory(
                         shapes,

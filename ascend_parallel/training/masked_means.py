@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.pending import run_collective
-from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import CALL, CONSTANT, INPUT, Graph, Node, Value
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules.axes import arguments, is_float, place
@@ -124,13 +124,7 @@ def _means(plan: ShardingPlan) -> Iterator[tuple[Node, Value, int | None]]:
 
 def _of_batch(graph: Graph, value: Value) -> bool:
     """Tell whether a tensor is computed from inputs, and otherwise only from constants."""
-    kinds, waiting, seen = set(), [value.node], set[str]()
-    while waiting:
-        node = graph.nodes[waiting.pop()]
-        if node.name not in seen:
-            seen.add(node.name)
-            kinds.add(node.kind)
-            waiting += [value.node for value in node.inputs]
+    kinds = {graph.nodes[name].kind for name in graph.needed_for([value])}
     return INPUT in kinds and kinds <= {INPUT, CONSTANT, CALL}
 
 
@@ -150,10 +144,6 @@ def _compute(graph: Graph, value: Value, inputs: Mapping[str, torch.Tensor]) -> 
     if node.call is None:
         constant: torch.Tensor = graph.constants[node.source]
         return constant
-    tensors = [_compute(graph, source, inputs) for source in node.inputs]
-    args, kwargs = pytree.tree_map(
-        lambda leaf: tensors[leaf.index] if isinstance(leaf, Ref) else leaf, (node.call.args, dict(node.call.kwargs))
-    )
-    returned = node.call.target(*args, **kwargs)
+    returned = node.call.run([_compute(graph, source, inputs) for source in node.inputs])
     result: torch.Tensor = returned if isinstance(returned, torch.Tensor) else returned[value.index]
     return result

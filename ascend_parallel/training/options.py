@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ascend_parallel.training.optimizer.partition import PARTITIONS
+from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
 
 DTYPES = ("bfloat16", "float16")
 LEVELS = ("O1", "O2")
@@ -33,7 +34,7 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         """Check each option."""
-        check_one_of("sharding.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        check_one_of("sharding.zero_stage", self.zero_stage, ZERO_STAGES)
         check_one_of("sharding.partition_by", self.partition_by, PARTITIONS)
         if self.zero_stage == 3 and self.partition_by == "parameters":
             raise StrategyOptionError(

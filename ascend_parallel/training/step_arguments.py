@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same
+from ascend_parallel.process_groups.consistency import confirm_same
 from ascend_parallel.sharding.runtime.sharded_module import is_modal
 from ascend_parallel.text import some_of
-from ascend_parallel.training.batch_checks import BatchComparison, BatchShapes
 from ascend_parallel.training.optimizer.factory import OptimizerFactory, has_own_step, step_hooks
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.training.strategy import Strategy
@@ -196,44 +195,3 @@ def _comparable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         "given a hook": [id(hook) for hook in step_hooks(optimizer)],
         "given another step": has_own_step(optimizer),
     }
-
-
-@dataclass(frozen=True)
-class StepChecks:
-    """What a training step checks before each batch.
-
-    snapshots
-        The model, where the step trains a copy, and the optimizer that `train_step` was given.
-    """
-
-    shapes: BatchShapes
-    comparison: BatchComparison
-    snapshots: Sequence[ModelSnapshot | OptimizerSnapshot]
-
-    @classmethod
-    def of(
-        cls,
-        strategy: Strategy,
-        planned: TrainingPlan | None,
-        batch: Sequence[Any],
-        options: StepOptions,
-        snapshots: Sequence[ModelSnapshot | OptimizerSnapshot],
-    ) -> StepChecks:
-        """Make the checks of a step; planned: None in mode "hybrid"."""
-        shapes = BatchShapes(batch, whole=planned is not None and not options.local_batches)
-        plans = planned.plans if planned else ()
-        comparison = BatchComparison(strategy, plans, options.local_batches, options.check_batches)
-        return cls(shapes, comparison, snapshots)
-
-    def check_given(self) -> None:
-        """Raise `RuntimeError` if the given model or optimizer has changed since."""
-        for snapshot in self.snapshots:
-            snapshot.check()
-
-    def batch_error(self, batch: Sequence[Any]) -> Exception | None:
-        """Return the error of a batch that does not match the first, or differs within a replica; all ranks compare."""
-        problem = self.shapes.problem(batch)
-        difference = self.comparison.difference(batch, problem)
-        if problem:
-            return ValueError(problem)
-        return DisagreementError(difference) if difference else None

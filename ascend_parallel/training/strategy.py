@@ -14,7 +14,7 @@ from torch import nn
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
-from ascend_parallel.text import file_text, nearest
+from ascend_parallel.text import nearest
 from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.graph_passes import PASSES
 from ascend_parallel.training.options import (
@@ -30,7 +30,7 @@ from ascend_parallel.training.options import (
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
-from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, read_text
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
 # Options that a hybrid model, which is not traced, cannot have.
@@ -108,10 +108,8 @@ class Strategy:
         """Read a TOML file: the fields' names, a table for each part; `operators` as for `read_strategies`."""
         file = Path(path)
         try:
-            return cls.from_dict(parse_toml(file_text(file), str(file)), str(file))
-        except OSError as error:
-            raise StrategyOptionError(f"{file} cannot be read: {error.strerror}") from error
-        except (PlanningError, UnicodeDecodeError) as error:
+            return cls.from_dict(parse_toml(read_text(file, str(file)), str(file)), str(file))
+        except PlanningError as error:
             raise StrategyOptionError(str(error)) from error
 
     @classmethod

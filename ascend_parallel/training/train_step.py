@@ -18,7 +18,7 @@ from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.batch_checks import EVERY
+from ascend_parallel.training.batch_checks import EVERY, BatchCheck
 from ascend_parallel.training.checkpoint.loading import load
 from ascend_parallel.training.checkpoint.saving import Saving, save
 from ascend_parallel.training.explain import explain, plan_warnings
@@ -34,7 +34,6 @@ from ascend_parallel.training.runners.runner import Runner
 from ascend_parallel.training.step_arguments import (
     ModelSnapshot,
     OptimizerSnapshot,
-    StepChecks,
     StepOptions,
     check_all_updated,
     check_arguments,
@@ -111,8 +110,8 @@ def train_step(
     parallel = _parallel_optimizer(runner, factory, strategy)
     given: list[ModelSnapshot | OptimizerSnapshot] = [OptimizerSnapshot(optimizer)]
     given += [ModelSnapshot(model)] if planned is not None and static else []
-    checks = StepChecks.of(strategy, planned, batch, options, given)
-    return TrainStep(strategy, planned, runner, parallel, checks, settings)
+    check = BatchCheck(batch, strategy, planned.plans if planned else (), local_batches, check_batches)
+    return TrainStep(strategy, planned, runner, parallel, check, given, settings)
 
 
 def _planned(
@@ -168,17 +167,22 @@ class TrainStep:
         planned: TrainingPlan | None,
         runner: Runner,
         optimizer: ParallelOptimizer,
-        checks: StepChecks,
+        check: BatchCheck,
+        given: Sequence[ModelSnapshot | OptimizerSnapshot],
         settings: Settings | None = None,
     ) -> None:
-        """Take the runner of forward and backward, and the optimizer; see `train_step`."""
+        """Take the runner of forward and backward, and the optimizer; see `train_step`.
+
+        given
+            The optimizer that `train_step` was given, and the model, where the step trains a copy.
+        """
         self.strategy, self.planned, self.optimizer = strategy, planned, optimizer
         self.modules = tuple(runner.modules)
         self.batches = 0
         self._runner, self._watch, self._settings = runner, RankWatch(), settings
         self._saving: Saving | None = None
         self._divisor = GradientDivisor(strategy.gradient_merge)
-        self._checks, self._failed = checks, False
+        self._check, self._given, self._failed = check, given, False
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch. Every rank calls it alike, with the same batch or, with local_batches, its part.
@@ -189,7 +193,8 @@ class TrainStep:
         have stopped; `RuntimeError` if the model or optimizer that `train_step` was given has changed since, where
         the step has its own.
         """
-        self._checks.check_given()
+        for snapshot in self._given:
+            snapshot.check()
         merge, tensors = self.strategy.gradient_merge, self._checked(batch)
         last = (self.batches + 1) % merge.steps == 0
         if self.batches % merge.steps == 0:
@@ -230,7 +235,7 @@ class TrainStep:
     def _checked(self, batch: Sequence[Any]) -> list[Any]:
         """Return a batch in the strategy's dtype; refuse other shapes, and batches that differ within a replica."""
         with self._watch.name_lost_ranks(self.batches):
-            error = self._checks.batch_error(batch)
+            error = self._check.error(batch)
         if error is not None:
             raise error
         return [cast(value, self.strategy) for value in batch]

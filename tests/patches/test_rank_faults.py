@@ -195,7 +195,6 @@ BLOCKING = {
     ("ascend_parallel/diagnostics/doctor/trial.py", "all_gather_object"),
     ("ascend_parallel/cli/report/operators.py", "all_gather_object"),
     ("ascend_parallel/tuning/launch/rank.py", "barrier"),
-    *(("ascend_parallel/tuning/bench/experts.py", name) for name in ("barrier", "all_reduce")),
 }
 # Files that start work, and what they wait on: `Pending`, `NamedWork` or `FinishingWork`, which limit it.
 STARTING = {

@@ -156,8 +156,8 @@ def test_the_command_refuses_in_a_line(saved, tmp_path):
     for arguments, words in [
         (("show", tmp_path / "nowhere"), "no whole checkpoint; steps: none"),
         (("show", saved, "--step", 3), "no whole checkpoint of step 3; steps: 12"),
-        (("convert", saved, tmp_path / "x", "--to", "onnx"), "--to onnx: give one of safetensors, torch, dcp"),
-        (("convert", saved, tmp_path / "x", "--to", "torch", "--dtype", "int4"), "--dtype int4: give one of float64"),
+        (("convert", saved, tmp_path / "x", "--to", "onnx"), "--to 'onnx' is not known. Known: dcp"),
+        (("convert", saved, tmp_path / "x", "--to", "torch", "--dtype", "int4"), "--dtype 'int4' is not known"),
         (("convert", saved, tmp_path / "there.pt", "--to", "torch"), "there.pt is there already"),
         (("diff", saved, tmp_path / "there.pt"), "no safetensors file"),
     ]:

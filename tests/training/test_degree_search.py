@@ -173,7 +173,7 @@ def test_a_label_says_what_the_tensor_parallel_ranks_run(make, tp, rows, label):
     search = searching._Search(traced(make, 24), tp, 64e9, "910b", lambda text: None)
     degrees = Degrees(dp=1, tp=tp, pp=1, rows=rows, micro_batches=24 // rows)
     memory = search.evaluation.memory(degrees)
-    candidate = search._candidate(degrees, memory)
+    candidate = searching.candidate_of(search.evaluation, degrees, memory)
     assert candidate.tensor == label and f"x tp {label} x pp 1" in str(candidate)
     model, _ = make()
     held = memory.parameters / sum(4 * parameter.numel() for parameter in model.parameters())

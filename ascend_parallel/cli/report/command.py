@@ -14,7 +14,7 @@ from ascend_parallel.cli.options import DeviceOption
 from ascend_parallel.cli.output import errors, needs_folder, progress_console
 from ascend_parallel.cli.report import NAMES
 from ascend_parallel.cli.report.page import markdown
-from ascend_parallel.cli.report.redaction import Redaction, of_this_machine
+from ascend_parallel.cli.report.redaction import Redaction
 from ascend_parallel.text import whole
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.version import __version__
@@ -59,7 +59,7 @@ def report(
         if os.environ.get("RANK", "0") != "0":
             return  # rank 0 starts ranks of its own for each section
         out.mkdir(exist_ok=True)
-        found = _run(request, names, of_this_machine(), as_json)
+        found = _run(request, names, Redaction.of(os.environ), as_json)
         for suffix, text in (("json", json.dumps(found, indent=1) + "\n"), ("md", markdown(found))):
             (out / f"{NAME}.{suffix}").write_text(text, encoding="utf-8")
     if as_json:

@@ -17,6 +17,7 @@ from ascend_parallel.diagnostics.doctor.trial import (
 )
 from ascend_parallel.ops.problem import OPERATORS, Problem
 from ascend_parallel.ops.registry import FUSED, KERNELS
+from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.launch.devices import device_of
 from ascend_parallel.tuning.launch.ranks import report
 
@@ -47,7 +48,7 @@ def _of_problem(problem: Problem, group: dist.ProcessGroup, chunks: list[int]) -
     serial = run_kernel(SERIAL, problem, x, w, group, 1)
     found = []
     for name, kernel in KERNELS.items():
-        row = {"operator": problem.operator, "dtype": str(problem.dtype).removeprefix("torch."), "kernel": name}
+        row = {"operator": problem.operator, "dtype": dtype_name(problem.dtype), "kernel": name}
         if (refusal := kernel.supports(problem)) is not None:
             found.append({**row, "refused": refusal})
             continue

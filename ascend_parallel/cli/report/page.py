@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 from ascend_parallel.text import size_of
+from ascend_parallel.text.tables import markdown_table
 
 Values = dict[str, Any]
 
 
 def markdown(report: Values) -> str:
     """Return the page of a report; a section that failed has its error in place of tables."""
+    quick = ", `--quick`: sizes too small to judge by" if report["quick"] else ""
     lines = [
-        f"# Report of {report['date']}, {report['ranks']} ranks on {report['device']}{_quick(report)}",
+        f"# Report of {report['date']}, {report['ranks']} ranks on {report['device']}{quick}",
         "",
         f"ascend_parallel {report['version']}, `ascend-parallel report`. Times are medians, of the slowest rank.",
     ]
@@ -29,19 +31,10 @@ def markdown(report: Values) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quick(report: Values) -> str:
-    return ", `--quick`: sizes too small to judge by" if report["quick"] else ""
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    for cells in (heads, ["---"] * len(heads), *rows):
-        yield f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
-
-
 def _versions(section: Values) -> Iterator[str]:
     rows = [[name, found] for part in ("versions", "devices", "kernels") for name, found in section[part].items()]
     rows += [["commit", section["commit"] or "not a checkout"], *section["machine"].items()]
-    yield from _table(["", "found"], rows)
+    yield from markdown_table(["", "found"], rows)
 
 
 def _links(section: Values) -> Iterator[str]:
@@ -49,28 +42,25 @@ def _links(section: Values) -> Iterator[str]:
         [row["collective"], size_of(row["bytes"]), _ms(row["seconds"], 3), f"{row['bus'] / 1e9:.3f}"]
         for row in section["collectives"]
     ]
-    yield from _table(["collective", "whole tensor", "ms", "sent by a rank, GB/s"], rows)
+    yield from markdown_table(["collective", "whole tensor", "ms", "sent by a rank, GB/s"], rows)
     yield ""
     yield "The smallest size is the latency. A rank sends (R - 1) / R of the tensor; twice that in an all-reduce."
 
 
 def _operators(section: Values) -> Iterator[str]:
     ran = [row for row in section["kernels"] if "refused" not in row]
+    names = ("operator", "dtype", "kernel", "chunks")
     rows = [
-        [row["operator"], row["dtype"], row["kernel"], row["chunks"], f"{row['error']:.1e}", *map(_yes, _bits(row))]
+        [*(row[name] for name in names), f"{row['error']:.1e}", *(_yes(row[name]) for name in ("bits", "again"))]
         for row in ran
     ]
     heads = ["operator", "dtype", "kernel", "chunks", "error against float64", "bits of `reference`", "same bits again"]
-    yield from _table(heads, rows)
+    yield from markdown_table(heads, rows)
     yield ""
     yield f"Rows of a rank, K, N: {', '.join(map(str, section['operand']))}. The error is a share of the largest value."
     refused = {(row["kernel"], row["refused"]) for row in section["kernels"] if "refused" in row}
     yield from (f"`{kernel}` refuses: {reason}." for kernel, reason in sorted(refused))
     yield f"Exchange of experts, uneven, in 2 groups: {section['experts']}."
-
-
-def _bits(row: Values) -> tuple[bool, bool]:
-    return row["bits"], row["again"]
 
 
 def _yes(value: bool) -> str:
@@ -91,7 +81,7 @@ def _bench(section: Values) -> Iterator[str]:
         rows.append([row["layer"], row["run"], shape, *parts, *times, row["best"]])
     yield f"{section['dtype']}, {section['rounds']} rounds; ms, and serial / variant in brackets:"
     yield ""
-    yield from _table(heads, rows)
+    yield from markdown_table(heads, rows)
     yield ""
     yield from _predictions(section)
 
@@ -111,7 +101,7 @@ def _predictions(section: Values) -> Iterator[str]:
         cells = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         none = ", ".join(name for name in measured if name not in ratios)
         rows.append([row["layer"], row["run"], f"{row['m']},{row['k']},{row['n']}", cells, none])
-    yield from _table(["layer", "pass", "M,K,N", "predicted / measured", "no prediction"], rows)
+    yield from markdown_table(["layer", "pass", "M,K,N", "predicted / measured", "no prediction"], rows)
     yield ""
     if section["hardware"] is None:
         yield "From the data of a hardware: no prediction, the cost model has none of this device."
@@ -125,7 +115,7 @@ def _predictions(section: Values) -> Iterator[str]:
         ]
         for row in section["passes"]
     ]
-    yield from _table(["pass", "matmul, ms", "collective, ms"], known)
+    yield from markdown_table(["pass", "matmul, ms", "collective, ms"], known)
 
 
 def _step(section: Values) -> Iterator[str]:
@@ -145,7 +135,7 @@ def _step(section: Values) -> Iterator[str]:
             [name, _ms(median(times)), f"{ratio:.3f}", ", ".join(f"{loss:.6f}" for loss in losses), f"{apart:g}"]
         )
     heads = ["", "step, ms", "plain / variant", "losses of 3 steps", "largest difference from plain"]
-    yield from _table(heads, rows)
+    yield from markdown_table(heads, rows)
     yield ""
     calls = ", ".join(
         f"{counts['calls']} of {operator} in {counts['chunks']} chunks"

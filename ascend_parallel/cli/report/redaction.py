@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import platform
 import re
 import socket
@@ -91,8 +90,3 @@ def _hosts(environment: Mapping[str, str]) -> Iterator[str]:
         if name not in ("", "localhost", "127.0.0.1"):
             yield name
             yield name.partition(".")[0]
-
-
-def of_this_machine() -> Redaction:
-    """Return the redaction of this process's environment."""
-    return Redaction.of(dict(os.environ))

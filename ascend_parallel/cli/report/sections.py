@@ -19,7 +19,7 @@ from ascend_parallel.ops.problem import ALL_GATHER
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.patch_control import CONTROL
 from ascend_parallel.tuning.bench.results import rows_of
-from ascend_parallel.tuning.bench.shapes import shape_cases
+from ascend_parallel.tuning.bench.shapes import case_of, shape_linears
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware
 from ascend_parallel.tuning.launch.devices import BACKENDS, CPU
@@ -197,15 +197,16 @@ def operators(request: Request, limit: float) -> dict[str, Any]:
 def bench(request: Request, limit: float) -> dict[str, Any]:
     """Return the passes of the layers: the serial path and every variant, measured and predicted."""
     sizes = request.sizes
-    names, cases = [], []
+    names, cases = [], list[dict[str, Any]]()
     for index, (m, k, n) in enumerate(sizes.shapes):
         sequence_parallel = index >= len(sizes.shapes) // 2
         dtype = getattr(torch, sizes.bench_dtype)
         if sequence_parallel:
             m = -(-m // request.ranks) * request.ranks
-        kinds, made = shape_cases([f"{m},{k},{n}"], ("row", "column"), request.ranks, sequence_parallel, dtype)
+        shape, kinds = f"{m},{k},{n}", ("row", "column")
         names += [f"{kind}, {'sequence parallel' if sequence_parallel else 'all-reduce'}" for kind in kinds]
-        cases += made
+        linears = shape_linears([shape], kinds, request.ranks, sequence_parallel, dtype, request.device)
+        cases += map(case_of, linears)
     measured = request.on_ranks(
         "ascend_parallel.tuning.bench.passes:measure",
         limit,

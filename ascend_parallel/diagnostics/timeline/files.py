@@ -11,7 +11,6 @@ Times are those of the rank's own clock. A null end means that the span had not 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_parallel.settings import SettingsError
-from ascend_parallel.text import shown, some_of
+from ascend_parallel.text import replace_text, shown, some_of
 
 FORMAT, VERSION = "ascend_parallel timeline", 1
 PATTERN = "timeline-*-rank*.jsonl"
@@ -151,13 +150,6 @@ def require_writable(folder: str | Path, option: str = "COC_TIMELINE") -> None:
         raise SettingsError(
             f"{option}={shown(str(folder))} cannot be written to ({why}): give a writable folder"
         ) from error
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader never sees half of it."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def read_run(folder: Path, run: str | None = None) -> tuple[list[RankFile], list[str]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_parallel.diagnostics.timeline.align import Shift, align
-from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, read_run, replace_text
+from ascend_parallel.diagnostics.timeline.files import RankFile, TimelineError, read_run
 from ascend_parallel.diagnostics.timeline.picture import COLOURS, MEANING, Picture, draw, picture
 from ascend_parallel.diagnostics.timeline.table import Row, alone, kernel_of, table
 from ascend_parallel.diagnostics.timeline.trace import trace
+from ascend_parallel.text import replace_text
 from ascend_parallel.text.templates import render
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")

@@ -10,8 +10,8 @@ from torch import nn
 
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError
 from ascend_parallel.sharding.tracing.strategy_marks import marking
-from ascend_parallel.text import file_text, shown
-from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml
+from ascend_parallel.text import shown
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, read_text
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 MARK = "_ascend_parallel_strategy"
@@ -63,10 +63,8 @@ def read_strategies(path: str | Path) -> dict[str, object]:
     """
     file = Path(path)
     try:
-        tables = parse_toml(file_text(file), str(file))
-    except OSError as error:
-        raise StrategyError(f"{file} cannot be read: {error.strerror}") from error
-    except (PlanningError, UnicodeDecodeError) as error:
+        tables = parse_toml(read_text(file, str(file)), str(file))
+    except PlanningError as error:
         raise StrategyError(str(error)) from error
     return strategies_of_tables(tables, str(file))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ascend_parallel.sharding.layout import Shape
+from ascend_parallel.text import dtype_name
 
 Kind = tuple[Shape, torch.dtype]
 """A whole tensor's shape and dtype."""
@@ -43,8 +44,3 @@ def refuse(lines: Sequence[str], why: str) -> None:
 def in_words(error: BaseException) -> str:
     """Return an error's message, with the error's type unless the error is ours."""
     return str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the prefix: float32 for torch.float32."""
-    return str(dtype).removeprefix("torch.")

@@ -17,14 +17,13 @@ from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, 
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import NONE, Numbers, OperatorCosts
-from ascend_parallel.training.optimizer.partition import optimizer_bytes, zero_bytes
 from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.gradients import WIDE, accumulated_bytes
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes, optimizer_bytes, zero_bytes
 from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
-from ascend_parallel.tuning.step_time.step import StepWork, backward_of_rank, exposed, time_step
+from ascend_parallel.tuning.step_time.step import StepWork, time_after, time_step
 from ascend_parallel.tuning.step_time.timing import live
 
 Counts = npt.NDArray[np.int64]
@@ -204,18 +203,12 @@ class Evaluation:
 
     def bound(self, degrees: Degrees) -> float:
         """Return a lower bound of the step's seconds, without timing the schedule."""
-        work, pipeline = self.step_work(degrees), self._least(degrees)
-        summed = max(
-            end + exposed(sums, buckets, backward_of_rank(work, rank) if work.under_backward else 0.0)
-            for rank, (end, sums, buckets) in enumerate(
-                zip(self._least_ends(degrees), work.sums, work.buckets, strict=True)
-            )
-        )
-        return max(pipeline, summed) + max(map(sum, zip(work.gathers, work.optimizer, strict=True)))
+        times = time_after(self.step_work(degrees), self._least_ends(degrees))
+        return max(self._least(degrees), times.pipeline + times.gradients) + times.gathers + times.optimizer
 
     def step_work(self, degrees: Degrees) -> StepWork:
         """Return what the ranks of a pipeline do in a step, for the step model (`tuning/step_time/step.py`)."""
-        at, (sums, buckets, gathers, optimizer) = self.at(degrees), self._end(_end_key(degrees))
+        at, (sums, buckets, gathers, optimizer) = self.at(degrees), self._end(_shared(degrees), degrees.zero_stage)
         forward, backward = at.times(degrees)
         return StepWork(
             schedule=degrees.schedule,
@@ -288,9 +281,15 @@ class Evaluation:
         buffers = at.most_by_rank(at.sums.most(at.work.touched) + recompute.inside)
         if degrees.pp > 1:  # torch keeps a receive buffer for every micro-batch
             buffers = buffers + m * at.by_rank(at.sums.received)
-        held = self._held(degrees)
-        parts = (held.parameters, held.gradients, held.optimizer, activations, buffers + held.buckets)
-        return np.stack(np.broadcast_arrays(*parts))
+        gradient, stage = at.gradient_sizes(degrees), degrees.zero_stage
+        element = at.itemsizes, gradient, self._optimizer_sizes(at)
+        held = zero_bytes(at.elements, at.own if stage else at.elements, stage, element)
+        if degrees.dp > 1:
+            buffers = buffers + BUCKETS * np.minimum(BUCKET, at.ranks_of(at.elements * gradient))
+        if stage == 3:  # the running operator's parameter and its gradient, whole
+            widest = (at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1)
+            buffers = buffers + 2 * at.most_by_rank(widest)
+        return np.stack(np.broadcast_arrays(*map(at.ranks_of, held), activations, buffers))
 
     def fewest_layers(self, degrees: Degrees, limit: float, *, least: bool = False) -> Degrees | None:
         """Return the degrees with the fewest layers recomputed on each rank that fit; None: they do not fit.
@@ -327,27 +326,12 @@ class Evaluation:
         saved = work.kept[degrees.recompute].saved[work.sequence].sum()
         return float(saved / (degrees.replica * degrees.pp))
 
-    def _held(self, degrees: Degrees) -> _Held:
-        at, stage, dp = self.at(degrees), degrees.zero_stage, degrees.dp
-        mine = at.own if stage else at.elements
-        gradient = at.gradient_sizes(degrees)
-        element = at.itemsizes, gradient, self._optimizer_sizes(at)
-        kept = zero_bytes(at.elements, mine, stage, element)
-        buckets = np.zeros(degrees.pp)
-        if dp > 1:
-            buckets += BUCKETS * np.minimum(BUCKET, at.ranks_of(at.elements * gradient))
-        if stage == 3:  # the running operator's parameter and its gradient, whole
-            buckets += 2 * at.most_by_rank((at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1))
-        parameters, gradients, optimizer = (at.ranks_of(part) for part in kept)
-        return _Held(parameters, gradients, optimizer, buckets)
-
     def _optimizer_sizes(self, at: _At) -> Numbers:
         """Return the optimizer's bytes for each element of each parameter."""
         return optimizer_bytes(at.itemsizes, np.maximum(at.itemsizes, WIDE) if self._masters else None)
 
-    def _end_of(self, key: tuple[Degrees, int]) -> tuple[Numbers, list[int], Numbers, Numbers]:
+    def _end_of(self, shared: Degrees, stage: int) -> tuple[Numbers, list[int], Numbers, Numbers]:
         """Return, by rank, the seconds of sums over ranks, their buckets, and the seconds of gathers and optimizer."""
-        shared, stage = key
         at, m, dp = self._at(shared), shared.micro_batches, shared.dp
         gradient = np.full_like(at.itemsizes, WIDE) if stage == 2 else at.gradient_sizes(shared)
         whole, weights = at.ranks_of(at.elements * gradient), at.ranks_of(at.elements * at.itemsizes)
@@ -374,16 +358,6 @@ class Evaluation:
                 for size, count in zip(nbytes, _buckets(nbytes), strict=True)
             ]
         )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Bytes by rank that do not depend on the schedule; of buffers, those of collectives over replicas."""
-
-    parameters: Numbers
-    gradients: Numbers
-    optimizer: Numbers
-    buckets: Numbers
 
 
 class _At:
@@ -484,18 +458,4 @@ def _slice(shape: Shape, ranks: int) -> int:
 
 def _shared(degrees: Degrees) -> Degrees:
     """Return the degrees without recompute and ZeRO: the key of what others share."""
-    return Degrees(
-        dp=degrees.dp,
-        ep=degrees.ep,
-        cp=degrees.cp,
-        tp=degrees.tp,
-        pp=degrees.pp,
-        rows=degrees.rows,
-        micro_batches=degrees.micro_batches,
-        schedule=degrees.schedule,
-        virtual_stages=degrees.virtual_stages,
-    )
-
-
-def _end_key(degrees: Degrees) -> tuple[Degrees, int]:
-    return _shared(degrees), degrees.zero_stage
+    return replace(degrees, recompute=NONE, recompute_layers=(), zero_stage=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ascend_parallel.training.degrees.folding import KEPT, FoldedGraph, fold
@@ -9,12 +11,23 @@ from ascend_parallel.training.degrees.search import ModelByBatchSize
 from ascend_parallel.training.degrees.transformer import Transformer
 from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.tuning.cost_model.models import Model
+from ascend_parallel.tuning.cost_model.models import Model, find_model, read_model
 
 # Tokens of a step: the global batch of Llama 2 (arXiv:2307.09288, section 2.2: "a global batch-size of 4M tokens").
 TOKENS = 4_000_000
 SEQUENCE = 4096
 DTYPES = ("bfloat16", "float32")
+
+
+def preset_of(name: str, ranks: int, length: int | None, batch: int | None) -> tuple[Model, int, int]:
+    """Return a preset, or the model of a file of sizes, with its sequence length and its sequences in a step.
+
+    length, batch: None: the model's own length; the default batch of so many ranks.
+    """
+    path = Path(name)
+    model = read_model(path) if path.suffix in (".json", ".toml") else find_model(name)
+    length = length or model.sequence or SEQUENCE
+    return model, length, batch or default_batch(ranks, length)
 
 
 def default_batch(ranks: int, length: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 from ascend_parallel.text import size_of
 from ascend_parallel.training.degrees.evaluation import StepBreakdown
 from ascend_parallel.training.degrees.search import Candidate, SearchResult
-from ascend_parallel.training.degrees.space import Degrees
 
 # The first line of a written file, by which it may be written again.
 HEADER = "# Written by ascend-parallel plan-training"
@@ -123,7 +122,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         candidate.tensor,
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",
-        _schedule(degrees),
+        degrees.schedule_words if degrees.pp > 1 else "-",
         degrees.recompute_words,
         str(degrees.zero_stage),
         f"{candidate.seconds:.4g}",
@@ -131,12 +130,6 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         f"{round(100 * candidate.parts.bubble / candidate.seconds, 1) + 0.0} %",
         why(candidate, found.best[0]),
     )
-
-
-def _schedule(degrees: Degrees) -> str:
-    if degrees.pp == 1:
-        return "-"
-    return degrees.schedule + (f" x{degrees.virtual_stages}" if degrees.virtual_stages > 1 else "")
 
 
 def _outside(candidate: Candidate, found: SearchResult) -> str:

@@ -222,7 +222,6 @@ def search_degrees(
     `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
     """
     options = amp or AmpOptions()
-    check_job(ranks, memory, hardware)
     check_model(model)
     rows = rows_of(batch)
     built = model if options.dtype is None else copy.deepcopy(model).to(getattr(torch, options.dtype))
@@ -309,7 +308,7 @@ class _Search:
             timed += 1
             if timed % 100 == 1:
                 self._progress(f"timing schedules: {timed} timed, {len(waiting)} may be faster")
-            best.append(self._candidate(degrees, memory))
+            best.append(candidate_of(self.evaluation, degrees, memory))
             best.sort(key=lambda found: (found.seconds, found.memory.total))
             del best[BEST:]
         if not best:
@@ -367,15 +366,12 @@ class _Search:
         if self._fastest is None or bound < self._fastest[0]:
             self._fastest = (bound, degrees)
 
-    def _candidate(self, degrees: Degrees, memory: RankBytes) -> Candidate:
-        return candidate_of(self.evaluation, degrees, memory)
-
     def _too_large(self) -> Candidate | None:
         """Return the candidate with the least bound of its time among those that were planned and do not fit."""
         if self._fastest is None:
             return None
         degrees = self._fastest[1]
-        return self._candidate(degrees, self.evaluation.memory(degrees))
+        return candidate_of(self.evaluation, degrees, self.evaluation.memory(degrees))
 
     def _nothing_fits(self) -> str:
         """Say what the smallest needs, and of what."""

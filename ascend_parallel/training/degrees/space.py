@@ -9,6 +9,7 @@ from typing import Any
 
 from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
 from ascend_parallel.training.options import StrategyOptionError
+from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
 from ascend_parallel.tuning.step_time.schedule import SPLIT, check
 
 DATA = "dp"
@@ -27,7 +28,6 @@ SCHEDULES = (
     ("zero_bubble", 2),
     ("zbv", 2),
 )
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +104,18 @@ class Degrees:
 
     def __str__(self) -> str:
         """Return the degrees in words."""
-        schedule = self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
-        pipeline = f", {schedule}" if self.pp > 1 else ""
+        pipeline = f", {self.schedule_words}" if self.pp > 1 else ""
         experts = "".join(f" x {name} {size}" for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1)
         batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
             f"dp {self.dp}{experts} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}"
             f"{pipeline}, recompute {self.recompute_words}, ZeRO {self.zero_stage}"
         )
+
+    @property
+    def schedule_words(self) -> str:
+        """The schedule, with the stages of each rank if there are several."""
+        return self.schedule + (f" x{self.virtual_stages}" if self.virtual_stages > 1 else "")
 
     @property
     def recompute_words(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ascend_parallel.sharding.graph import Graph, Node, Ref, Value
+from ascend_parallel.sharding.graph import Graph, Node, Value
 from ascend_parallel.sharding.rules.axes import arguments
 
 
@@ -47,11 +47,6 @@ def call_arguments(node: Node) -> Mapping[str, Any]:
     """Return a call's arguments by name, defaults included."""
     assert node.call is not None
     return arguments(node.call)
-
-
-def tensor_argument(node: Node, argument: Any) -> Value | None:
-    """Return the tensor that an argument refers to; None if the argument is no tensor."""
-    return node.inputs[argument.index] if isinstance(argument, Ref) else None
 
 
 def replace_nodes(graph: Graph, match: Callable[[GraphReader, Node], Replacement | None]) -> Graph:

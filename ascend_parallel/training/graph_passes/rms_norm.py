@@ -7,13 +7,7 @@ from dataclasses import replace
 import torch
 
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, Ref, Value
-from ascend_parallel.training.graph_passes.matching import (
-    GraphReader,
-    Replacement,
-    call_arguments,
-    replace_nodes,
-    tensor_argument,
-)
+from ascend_parallel.training.graph_passes.matching import GraphReader, Replacement, call_arguments, replace_nodes
 
 aten = torch.ops.aten
 MUL, ADD, MEAN, RSQRT, POW = aten.mul.Tensor, aten.add.Tensor, aten.mean.dim, aten.rsqrt.default, aten.pow.Tensor_Scalar
@@ -73,4 +67,4 @@ def _over_last(mean: Node) -> bool:
 
 def _is_square(node: Node) -> bool:
     named = call_arguments(node)
-    return tensor_argument(node, named["other"]) is not None if "other" in named else named["exponent"] == 2
+    return isinstance(named["other"], Ref) if "other" in named else named["exponent"] == 2

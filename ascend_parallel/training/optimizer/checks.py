@@ -14,8 +14,7 @@ from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.optimizer.targets import OwnedParameter
-
-ZERO_STAGES = (0, 1, 2, 3)
+from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
 
 
 @dataclass(frozen=True)

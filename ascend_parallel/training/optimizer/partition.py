@@ -11,21 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, shard
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.rank_bytes import ADAM_STATES, RankBytes, optimizer_bytes, zero_bytes
 
 PARTITIONS = ("slices", "parameters")
-# Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
-ADAM_STATES = 2
-Count = TypeVar("Count", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -89,26 +83,6 @@ def _slice(shape: Shape, dim: int, start: int, width: int) -> ShardBounds | None
     offsets = tuple(start if index == dim else 0 for index in range(len(shape)))
     bounds = ShardBounds(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
     return bounds if bounds.size else None
-
-
-def zero_bytes(whole: Count, own: Count, zero_stage: int, element: tuple[Count, Count, Count]) -> tuple[Count, ...]:
-    """Return the bytes of parameters, gradients and optimizer state of a rank.
-
-    whole, own
-        Elements of the parameters before, and of the rank's shards after they are partitioned over replicas.
-    element
-        The bytes of an element of each of the three.
-    """
-    parameter, gradient, optimizer = element
-    kept, summed = own if zero_stage == 3 else whole, own if zero_stage >= 2 else whole
-    return kept * parameter, summed * gradient, own * optimizer
-
-
-def optimizer_bytes(itemsize: Count, master_itemsize: Count | None, states: int = ADAM_STATES) -> Count:
-    """Return the optimizer's bytes for an element of a parameter: its states, and the master weight."""
-    if master_itemsize is None:
-        return states * itemsize
-    return (states + 1) * master_itemsize
 
 
 def predicted_memory(

@@ -6,7 +6,7 @@ Before, the other tensors mean nothing. So a checkpoint's names do not depend on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,17 +114,14 @@ def _is_kept(value: Any) -> bool:
 
 
 def _named_shards(owned: OwnedShard, state: Mapping[str, Any], stepped: bool) -> dict[str, TensorShard]:
-    return {f"{owned.target.name}.{key}": shard for key, shard in _shards_by_key(owned, state, stepped)}
-
-
-def _shards_by_key(owned: OwnedShard, state: Mapping[str, Any], stepped: bool) -> Iterator[tuple[str, TensorShard]]:
-    for key, value in state.items():
-        if _is_kept(value):
-            yield key, _shard(owned, value if isinstance(value, torch.Tensor) else _number(value))
-    if state:
-        yield STEPPED, _shard(owned, _number(stepped))
-    if owned.is_master:
-        yield MASTER, _shard(owned, owned.inner.detach())
+    tensors = {
+        key: value if isinstance(value, torch.Tensor) else _number(value)
+        for key, value in state.items()
+        if _is_kept(value)
+    }
+    tensors |= {STEPPED: _number(stepped)} if state else {}
+    tensors |= {MASTER: owned.inner.detach()} if owned.is_master else {}
+    return {f"{owned.target.name}.{key}": _shard(owned, tensor) for key, tensor in tensors.items()}
 
 
 def _number(value: float) -> torch.Tensor:

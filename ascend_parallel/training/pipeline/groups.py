@@ -19,7 +19,6 @@ from torch import nn
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.local_parameters import parameters_of
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.training.pipeline.cross_mesh_sums import CrossMeshSums
@@ -62,16 +61,6 @@ def check_meshes(meshes: Sequence[ProcessMesh]) -> None:
             f"rank {', '.join(map(str, twice))} is in several meshes; for several stages on the same ranks give their "
             "mesh once, and a schedule such as interleaved_1f1b"
         )
-
-
-def plan_of_each(
-    plan: ShardingPlan | Sequence[ShardingPlan], meshes: Sequence[ProcessMesh]
-) -> tuple[ShardingPlan, ...]:
-    """Return the plan of each mesh; raise `StageError` unless there is one plan, or one for each."""
-    plans = (plan,) * len(meshes) if isinstance(plan, ShardingPlan) else tuple(plan)
-    if len(plans) != len(meshes):
-        raise StageError(f"{len(plans)} plans for {len(meshes)} meshes: give one plan, or a plan for each mesh")
-    return plans
 
 
 def make_groups(meshes: Sequence[ProcessMesh], timeout: timedelta) -> Groups:

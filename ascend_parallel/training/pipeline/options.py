@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 from ascend_parallel.training.options import StrategyOptionError, check_count, check_mesh, check_one_of
 from ascend_parallel.training.pipeline.picture import svg, text
-from ascend_parallel.tuning.step_time.schedule import SCHEDULES, check, closed_bubble
+from ascend_parallel.tuning.step_time.schedule import SCHEDULES, SEVERAL, check, closed_bubble
 from ascend_parallel.tuning.step_time.timing import SimulatedStep, StageTimes, simulate
-
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,10 @@ class PipelineOptions:
         for name in ("degree", "micro_batches", "virtual_stages"):
             check_count(f"pipeline.{name}", getattr(self, name))
         check_one_of("pipeline.schedule", self.schedule, tuple(SCHEDULES))
-        if self.virtual_stages > 1 and self.schedule not in WITH_VIRTUAL_STAGES:
+        if self.virtual_stages > 1 and self.schedule not in SEVERAL:
             raise StrategyOptionError(
                 f"pipeline.virtual_stages={self.virtual_stages} with the schedule {self.schedule}: give 1, or one of "
-                f"{', '.join(WITH_VIRTUAL_STAGES)}"
+                f"{', '.join(SEVERAL)}"
             )
         if self.schedule == "zbv" and self.degree > 1 and self.virtual_stages != 2:
             raise StrategyOptionError(

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from ascend_parallel.process_groups.consistency import exchange
 from ascend_parallel.text.templates import render
-from ascend_parallel.tuning.step_time.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, closed_bubble
+from ascend_parallel.tuning.step_time.schedule import WORDS, Action, closed_bubble
 from ascend_parallel.tuning.step_time.timing import SimulatedStep, Slot, StageTimes, simulate
 
-WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 MOST_COLUMNS = 240  # of a row of the text; the picture shows all
 # The most ranks of which each one's activations are listed.
 LISTED = 4

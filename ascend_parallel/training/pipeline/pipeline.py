@@ -27,9 +27,9 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.loss import BatchLoss, Losses
 from ascend_parallel.training.pipeline.cross_mesh import make_stage
 from ascend_parallel.training.pipeline.cross_mesh_sums import held_by_earlier_meshes
-from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups, plan_of_each
+from ascend_parallel.training.pipeline.groups import SharedGradients, check_meshes, make_groups
 from ascend_parallel.training.pipeline.picture import MeasuredStep, measure_step
-from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
+from ascend_parallel.training.pipeline.split_plan import StagePlan, plan_of_each, split_into_stages
 from ascend_parallel.training.pipeline.stage import Batch, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
 from ascend_parallel.tuning.step_time.schedule import SCHEDULES, SINGLE, SPLIT, check, forward_only, stages_of

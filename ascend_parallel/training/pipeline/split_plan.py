@@ -73,7 +73,7 @@ def split_into_stages(
     The model may also return a sum and a count (`Losses`). Raises `StageError` for meshes of another shape, a model
     that returns something else, inputs that require gradients, and a buffer that one stage writes and another reads.
     """
-    plans = (plan,) * len(meshes) if isinstance(plan, ShardingPlan) else tuple(plan)
+    plans = plan_of_each(plan, meshes)
     _check_meshes(plans, meshes, max(assignment.values()) + 1)
     first = plans[0]
     loss = _loss(first, assignment, len(meshes))
@@ -84,6 +84,16 @@ def split_into_stages(
     return tuple(
         splitters[id(each)].stage(stage, mesh) for stage, (each, mesh) in enumerate(zip(plans, meshes, strict=True))
     )
+
+
+def plan_of_each(
+    plan: ShardingPlan | Sequence[ShardingPlan], meshes: Sequence[ProcessMesh]
+) -> tuple[ShardingPlan, ...]:
+    """Return the plan of each mesh; raise `StageError` unless there is one plan, or one for each."""
+    plans = (plan,) * len(meshes) if isinstance(plan, ShardingPlan) else tuple(plan)
+    if len(plans) != len(meshes):
+        raise StageError(f"{len(plans)} plans for {len(meshes)} meshes: give one plan, or a plan for each mesh")
+    return plans
 
 
 def is_mixed(meshes: Sequence[ProcessMesh]) -> bool:
@@ -199,8 +209,6 @@ def _name(value: Value) -> str:
 def _check_meshes(plans: Sequence[ShardingPlan], meshes: Sequence[ProcessMesh], stages: int) -> None:
     if len(meshes) != stages:
         raise StageError(f"{len(meshes)} meshes for {stages} stages: give a mesh for each")
-    if len(plans) != stages:
-        raise StageError(f"{len(plans)} plans for {stages} stages: give one plan, or a plan for each")
     for stage, (plan, mesh) in enumerate(zip(plans, meshes, strict=True)):
         if (mesh.shape, mesh.dim_names) != (plan.mesh.shape, plan.mesh.dim_names):
             raise StageError(

@@ -106,7 +106,6 @@ def _checked(stage: object, where: str) -> int:
 
 def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
     """Return the stage of each call that a pattern, or a mark on a module around it, assigns."""
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     marks = {path: _mark(path, module) for path, module in model.named_modules(remove_duplicate=False)}
     of_modules = {path: stage for path, stage in marks.items() if stage is not None}
     of_nodes: dict[str, int] = {}
@@ -116,9 +115,9 @@ def _marked(graph: Graph, model: nn.Module, patterns: Mapping[str, Any]) -> dict
         if ":" in pattern:
             of_nodes = dict.fromkeys((node.name for node in named_nodes(graph, pattern)), stage) | of_nodes
             continue
-        named = [path for path in paths if path_matches(path, pattern)]
+        named = [path for path in marks if path_matches(path, pattern)]
         if not named:
-            raise StageError(f"{pattern!r} names no module; there are {', '.join(path for path in paths if path)}")
+            raise StageError(f"{pattern!r} names no module; there are {', '.join(path for path in marks if path)}")
         by_pattern = dict.fromkeys(named, stage) | by_pattern
     of_modules |= by_pattern
     stages = {}

@@ -151,10 +151,9 @@ class PipelineRunner(Runner):
 
 def unread_state(model: nn.Module, read: Set[str]) -> dict[str, TensorShard]:
     """Return, whole, the model's state that is not named in `read` and not tied to state named there."""
-    state = model.state_dict(keep_vars=True)
-    tensors = {id(tensor) for name, tensor in state.items() if name in read}
-    rest = ((name, tensor) for name, tensor in state.items() if id(tensor) not in tensors)
-    return {name: TensorShard.whole(tensor.detach().clone()) for name, tensor in rest}
+    known = names_of(model, read)
+    rest = ((name, tensor) for name, tensor in model.state_dict().items() if name not in known)
+    return {name: TensorShard.whole(tensor.clone()) for name, tensor in rest}
 
 
 def names_of(model: nn.Module, sources: Set[str]) -> Set[str]:

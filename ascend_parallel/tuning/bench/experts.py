@@ -9,7 +9,6 @@ or in pieces: gloo sends whole ones in one direction after the other if a rank c
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import linear, silu
 
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, all_to_all
@@ -27,16 +25,18 @@ from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.bench.results import interval
+from ascend_parallel.text import whole
+from ascend_parallel.text.tables import terminal_table
+from ascend_parallel.tuning.bench.results import speedup_of
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
 from ascend_parallel.tuning.measured.expert_groups import ExpertGroups, fastest_groups
+from ascend_parallel.tuning.measured.rank_clock import RankClock
 
 SERIAL, NO_CUT, AUTO = "serial", "no cut", "auto"
 COMPUTATION, COMMUNICATION = "T_comp", {"T_comm": 1, "T_comm in 4 pieces": 4}
 SEED = 7
-WARM_UP = 2
 
 Run = Callable[[], object]
 
@@ -62,7 +62,7 @@ class ExpertsCase:
     @classmethod
     def parse(cls, text: str, shared: int, dtype: str, ranks: int) -> ExpertsCase:
         """Read ``EXPERTS,ROWS,HIDDEN,INNER``; raises `PlanningError` for another text."""
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+        sizes = [whole(part) or 0 for part in text.split(",")]
         if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % ranks or sizes[0] // ranks < 2:
             raise PlanningError(
                 f"--moe {text!r} is not allowed: give EXPERTS,ROWS,HIDDEN,INNER, with two experts or more on each of "
@@ -87,7 +87,10 @@ def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], r
     runs |= {f"{count} groups": functools.partial(layer.overlapped, count) for count in groups}
     report("auto")
     runs[AUTO], chosen = layer.automatic()
-    return {"times": _in_turn(runs, rounds, group), "auto": chosen, "torch": torch.__version__}
+    clock = RankClock(group, "cpu")
+    timed = {name: functools.partial(clock.seconds, run) for name, run in runs.items()}
+    times = clock.rounds(timed, rounds, lambda number: report(f"round {number} of {rounds}"))
+    return {"times": times, "auto": chosen, "torch": torch.__version__}
 
 
 def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> dict[str, Any]:
@@ -103,22 +106,6 @@ def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> d
     entry = fastest_groups(problem, group, runs, layer.serial, device)
     machine = this_machine(group.size(), device, group._get_backend(device).name())
     return {"plan": Plan(machine, (entry,)).as_dict(), "torch": torch.__version__}
-
-
-def _in_turn(runs: Mapping[str, Run], rounds: int, group: dist.ProcessGroup) -> dict[str, list[float]]:
-    """Time all of `runs` once a round, in a random order that is the same on all ranks."""
-    order = np.random.default_rng(SEED)
-    seconds = torch.zeros(rounds, len(runs), dtype=torch.float64)
-    for number in range(-WARM_UP, rounds):
-        report(f"round {max(number, 0) + 1} of {rounds}")
-        for index in order.permutation(len(runs)):
-            dist.barrier(group)
-            begin = time.perf_counter()
-            list(runs.values())[index]()
-            if number >= 0:
-                seconds[number, index] = time.perf_counter() - begin
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return {name: column.tolist() for name, column in zip(runs, seconds.unbind(1), strict=True)}
 
 
 class _Layer:
@@ -250,9 +237,7 @@ def figures_of(times: Mapping[str, list[float]]) -> list[Figure]:
     figures = []
     for name, ours in times.items():
         if name != COMPUTATION and name not in COMMUNICATION:
-            ratios = np.array(times[SERIAL]) / np.array(ours)
-            low, high = interval(ratios)
-            seconds, speedup = median(ours), float(np.median(ratios))
+            (speedup, low, high), seconds = speedup_of(times[SERIAL], ours), median(ours)
             figures.append(
                 Figure(name=name, seconds=seconds, speedup=speedup, low=low, high=high, of_bound=seconds / bound)
             )
@@ -276,14 +261,18 @@ def show(times: Mapping[str, list[float]], conditions: str, console: Console) ->
     """Print the figures beside their lower bound."""
     parts = parts_of(times)
     ideal = sum(parts) / max(parts)
-    table = Table(title=conditions, title_justify="left")
-    for heading in ("variant", "ms", "serial / own", "95 %", "time / bound"):
-        table.add_column(heading, justify="left" if heading == "variant" else "right")
-    for figure in figures_of(times):
-        interval_text = f"{figure.low:.2f}-{figure.high:.2f}"
-        milliseconds, share = f"{1e3 * figure.seconds:.1f}", f"{figure.of_bound:.2f}"
-        table.add_row(figure.name, milliseconds, f"{figure.speedup:.2f}", interval_text, share)
-    console.print(table)
+    heads = ("variant", "ms", "serial / own", "95 %", "time / bound")
+    rows = [
+        (
+            figure.name,
+            f"{1e3 * figure.seconds:.1f}",
+            f"{figure.speedup:.2f}",
+            f"{figure.low:.2f}-{figure.high:.2f}",
+            f"{figure.of_bound:.2f}",
+        )
+        for figure in figures_of(times)
+    ]
+    console.print(terminal_table(conditions, heads, rows, right=range(1, len(heads))))
     computed, moved = (f"{1e3 * seconds:.1f}" for seconds in parts)
     console.print(
         f"T_comp {computed} ms, T_comm {moved} ms: no schedule is faster than the longer of the two; in turn they "

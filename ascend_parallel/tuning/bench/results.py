@@ -6,6 +6,7 @@ or of its pieces, whichever is faster. T is T_serial / speedup, so E_bound and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -103,11 +104,15 @@ def _row(name: str, result: dict[str, Any]) -> Row:
 
 
 def _variant(name: str, ours: list[float], serial: list[float], parts: PassBreakdown, sizes: list[int]) -> Variant:
-    ratios = np.array(serial) / np.array(ours)
-    speedup, (low, high) = float(np.median(ratios)), interval(ratios)
-    whole = median(serial)
+    (speedup, low, high), whole = speedup_of(serial, ours), median(serial)
     share = e_bound(whole / speedup, whole, parts.computation, parts.communication) if low > 1 else None
     return Variant(name=name, seconds=median(ours), speedup=speedup, low=low, high=high, e_bound=share, sizes=sizes)
+
+
+def speedup_of(serial: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median over the rounds of serial / own time, and its 95 % interval."""
+    ratios = np.array(serial) / np.array(ours)
+    return float(np.median(ratios)), *interval(ratios)
 
 
 def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:

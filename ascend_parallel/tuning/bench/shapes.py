@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.text import shown, whole
-from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, layer_linears
+from ascend_parallel.text import dtype_name, shown, whole
+from ascend_parallel.tuning.cost_model.models import Linear, Model
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 TILE = 16
@@ -30,24 +30,13 @@ def scaled(model: Model, factor: int) -> Model:
     )
 
 
-def model_cases(model: Model, batch: Batch) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names and the cases of one transformer layer's linear layers on one rank."""
-    linears = layer_linears(model, batch)
-    return [linear.name for linear in linears], [_case(linear) for linear in linears]
-
-
-def shape_cases(
-    shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return names and cases of ``M,K,N``: each rank's matmul ``[M, K] x [K, N]``, M counting the rows of all ranks."""
-    linears = shape_linears(shapes, layers, ranks, sequence_parallel, dtype, "cpu")
-    return [linear.name for linear in linears], [_case(linear) for linear in linears]
-
-
 def shape_linears(
     shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype, device: str
 ) -> list[Linear]:
-    """Return a layer for each of ``M,K,N`` and each kind; raises `PlanningError` for a shape that cannot be split."""
+    """Return a layer for each of ``M,K,N`` and each kind: a rank's ``[M, K] x [K, N]``, M the rows of all ranks.
+
+    Raises `PlanningError` for a shape that cannot be split.
+    """
     found = []
     for text in shapes:
         m, k, n = _parse(text)
@@ -81,13 +70,13 @@ def _parse(text: str) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _case(linear: Linear) -> dict[str, Any]:
+def case_of(linear: Linear) -> dict[str, Any]:
     """Return the fields of a `Case` as JSON holds them; `passes.measure` adds the device."""
     return {
         "kind": linear.kind,
         "rows": linear.own_rows,
         "n": linear.n,
         "k": linear.k,
-        "dtype": str(linear.dtype).removeprefix("torch."),
+        "dtype": dtype_name(linear.dtype),
         "sequence_parallel": linear.sequence_parallel,
     }

@@ -46,7 +46,7 @@ class CostModel:
         across = batches * ceil(n / width)
         rows = min(ceil(across * ceil(m / high) / unit.cores) * high for high in _heights(m, unit.block_m))
         moved = item * (batches * m * k + k * n + batches * m * n)
-        return unit.launch + max(rows * width * k / (self._rate(item) * utilisation), self.stream(moved))
+        return unit.launch + max(rows * width * k / (self.rate(item) * utilisation), self.stream(moved))
 
     def utilisation(self, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the share of the peak that ``[m, k] x [k, n]`` reaches, from the operand bytes in use and from k."""
@@ -56,6 +56,11 @@ class CostModel:
         footprint = (rows + columns) * k * itemsize
         share = next(share for limit, share in unit.utilisation if footprint <= limit)
         return share * (1.0 if k % unit.k_multiple == 0 else unit.k_unaligned)
+
+    def rate(self, itemsize: int) -> float:
+        """Return the peak multiply-adds per second of one core."""
+        unit = self.hardware.matmul
+        return unit.macs_per_cycle * unit.frequency * (unit.share_32_bit if itemsize >= 4 else 1.0)
 
     def stream(self, moved: float) -> float:
         """Return the time of reading or writing `moved` bytes of device memory."""
@@ -164,18 +169,13 @@ class CostModel:
 
     def _unrounded(self, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the time of ``[m, k] x [k, n]`` with all cores evenly filled: its chunks never take less in sum."""
-        width, rate = self._block_width(n), self._rate(itemsize) * self.utilisation(m, k, n, itemsize)
+        width, rate = self._block_width(n), self.rate(itemsize) * self.utilisation(m, k, n, itemsize)
         computing = m * ceil(n / width) * width * k / (self.hardware.matmul.cores * rate)
         return max(computing, self.stream(itemsize * (m * k + k * n + m * n)))
 
     def _block_width(self, n: int) -> int:
         width = self.hardware.matmul.block_n
         return width if width == 1 else min(width, _tiled(n))
-
-    def _rate(self, itemsize: int) -> float:
-        """Return the peak multiply-adds per second of one core."""
-        unit = self.hardware.matmul
-        return unit.macs_per_cycle * unit.frequency * (unit.share_32_bit if itemsize >= 4 else 1.0)
 
     def _chunks_of(self, problem: Problem, sizes: Sequence[int], whole: bool) -> list[tuple[float, float]]:
         known = self._chunks.setdefault((problem, whole), {})

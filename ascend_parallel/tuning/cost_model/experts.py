@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import FORWARD, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model
-from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Estimate, Lanes
+from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Estimate, Lanes, disturbed
 
 # The numbers of groups that schedules without a number of their own try (COC_PARALLEL_NUM=auto: the first three).
 GROUPS = (1, 2, 4, 8)
@@ -87,16 +87,8 @@ class ExchangeWork:
 
 def in_groups(costs: CostModel, work: ExchangeWork, sizes: Sizes, first: float = 0.0) -> Estimate:
     """Return the estimate of a pass in groups of `sizes` experts, whose lanes slow each other down."""
-    host = costs.hardware.host
-    issue, inline = (0.0, host.launch) if host.inline else (host.launch, 0.0)
-    alone = Lanes(issue, inline)
-    work.run(alone, sizes, first)
-    found = alone.estimate
-    if len(sizes) == 1 and not (first or work.tail):  # nothing runs beside an all-to-all
-        return found
-    lanes = Lanes(issue, inline, costs.stretches(found.computation, found.communication))
-    work.run(lanes, sizes, first)
-    return lanes.estimate
+    beside = len(sizes) > 1 or bool(first or work.tail)  # else nothing runs beside an all-to-all
+    return disturbed(costs, partial(work.run, sizes=sizes, first=first), beside=beside)
 
 
 class ExpertsTime:
@@ -142,10 +134,6 @@ class ExpertsTime:
             compute=(1 if forward else 2) * matmuls + activation,
             copy=self.costs.stream(COPY_ACCESSES * self._row_bytes),
         )
-
-    def in_turn(self, direction: str) -> float:
-        """Return the seconds of a pass without overlap, without the shared expert."""
-        return self.work(direction).in_turn + (1 if direction == FORWARD else ELEMENTWISE_BACKWARD) * self.around
 
     @cached_property
     def all_to_alls(self) -> float:

@@ -6,8 +6,9 @@ main_grad), optimizer/clip_grads.py (norm, then scale), optimizer/optimizer.py (
 
 from __future__ import annotations
 
+from ascend_parallel.tuning.step_time.rank_bytes import ADAM_STATES
+
 WIDE = 4
-STATES = 2
 
 
 def accumulated_bytes(itemsize: int) -> int:
@@ -15,15 +16,15 @@ def accumulated_bytes(itemsize: int) -> int:
     return itemsize + 2 * WIDE
 
 
-def clipped_bytes(gradient: int = WIDE) -> int:
+def clipped_bytes() -> int:
     """Return the bytes of clipping by the norm: read for the norm, then read and write for the scale."""
-    return 3 * gradient
+    return 3 * WIDE
 
 
-def adam_bytes(itemsize: int, gradient: int = WIDE) -> int:
+def adam_bytes(itemsize: int) -> int:
     """Return the bytes of Adam: read the gradient, read and write both states and the fp32 weight, write the weight.
 
     With a 16-bit weight the fp32 weight is a master copy, which is read once more for the cast.
     """
     copied = WIDE + itemsize if itemsize < WIDE else 0
-    return gradient + 2 * WIDE * (STATES + 1) + copied
+    return WIDE + 2 * WIDE * (ADAM_STATES + 1) + copied

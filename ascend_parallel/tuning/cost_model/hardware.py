@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from ascend_parallel.text import bits_per_second, file_text
+from ascend_parallel.text import bits_per_second
 from ascend_parallel.tuning.cost_model.tables import (
     PlanningError,
     SourcedValue,
     lookup,
     merged,
     parse_toml,
+    read_text,
     require,
     sourced_numbers,
 )
@@ -223,10 +224,7 @@ def find_hardware(name: str | Hardware) -> Hardware:
 
 def read_hardware(path: Path) -> Hardware:
     """Read a user's hardware file, which may build on a file of the package (``base = "ascend-910b2"``)."""
-    try:
-        text = file_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanningError(f"{path} cannot be read: {error}") from error
+    text = read_text(path, str(path))
     try:
         return _hardware(text, str(path), _texts())
     except (AttributeError, TypeError) as error:

@@ -10,7 +10,6 @@ from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Elementwise, Region
-from ascend_parallel.tuning.cost_model.tables import require
 
 RECOMPUTE = ("none", "selective", "full")
 # Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
@@ -62,8 +61,7 @@ class TransformerLayerTime:
         least = hardware.attention.least_head
         macs = pairs * heads * (max(model.head_dim, least) + max(model.value_dim, least))
         unit = hardware.matmul
-        rate = unit.macs_per_cycle * unit.frequency * unit.cores * hardware.attention.utilisation
-        rate *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
+        rate = self.costs.rate(batch.dtype.itemsize) * unit.cores * hardware.attention.utilisation
         return max(unit.launch + macs / rate, self._rotation(1))
 
     @cached_property
@@ -178,7 +176,6 @@ class TransformerLayerTime:
 
     def backward(self, schedule: Schedule, recompute: str = "none") -> float:
         """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
-        require("--recompute", recompute, recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         elementwise = self.elementwise
         if self._in_region(schedule):
             region = self.region(int(schedule.name))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ascend_parallel.tuning.cost_model.gradients import STATES, WIDE
+from ascend_parallel.tuning.cost_model.gradients import WIDE
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.step import BUCKET, Layout, check_experts, held_weights, layers_of_stages
-from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes, optimizer_bytes, zero_bytes
 from ascend_parallel.tuning.step_time.schedule import stages_of
 from ascend_parallel.tuning.step_time.timing import live
 
@@ -29,13 +29,12 @@ def step_memory(model: Model, batch: Batch, layout: Layout) -> RankBytes:
     """Return the bytes of the rank that holds the most; without the allocator's fragments and the framework's own."""
     check_experts(model, batch, layout)
     item = batch.dtype.itemsize
-    masters = WIDE if item < WIDE else 0
-    of_states = np.array([item, WIDE, STATES * WIDE + masters])  # parameters, gradients, optimizer
+    element = item, WIDE, optimizer_bytes(item, WIDE if item < WIDE else None)
     states, buckets = np.zeros((3, layout.pp)), np.zeros(layout.pp)
     for held, replicas in held_weights(model, batch, layout):
         weights = np.array(held)
-        shares = np.array([1 / replicas.count if layout.zero >= stage else 1.0 for stage in (3, 2, 1)])
-        states += np.outer(of_states * shares, weights)
+        own = weights / replicas.count if layout.zero else weights
+        states += np.array(zero_bytes(weights, own, layout.zero, element))
         buckets += np.minimum(weights, BUCKET) * WIDE * (replicas.count > 1)
     activations = np.array(_activations(model, batch, layout))
     kinds = (*states, activations, buckets + _working(model, batch))
@@ -84,16 +83,12 @@ def _activations(model: Model, batch: Batch, layout: Layout) -> list[float]:
     in_flight: tuple[float, ...] = (1.0,)
     ranks: tuple[int, ...] = (0,)
     if layout.pp > 1:
-        name = layout.schedule if layout.micro_batches >= layout.pp else "gpipe"
-        in_flight = live(name, layout.pp, stages, layout.micro_batches)
-        ranks = stages_of(name, layout.pp, stages)
+        in_flight = live(layout.schedule, layout.pp, stages, layout.micro_batches)
+        ranks = stages_of(layout.schedule, layout.pp, stages)
     result = [0.0] * layout.pp
     running = [0.0] * layout.pp  # the layer that runs again, whole
     for stage, counts in enumerate(layers_of_stages(model, stages)):
-        left = layout.recompute_layers or sum(counts)
-        for layers, (whole, again) in zip(counts, kept, strict=True):
-            recomputed = min(layers, left)
-            left -= recomputed
+        for layers, recomputed, (whole, again) in zip(counts, layout.recomputed(*counts), kept, strict=True):
             result[ranks[stage]] += recomputed * again + (layers - recomputed) * whole
             running[ranks[stage]] = max(running[ranks[stage]], (whole - again) * (recomputed > 0))
     held = [size * count + more for size, count, more in zip(result, in_flight, running, strict=True)]

@@ -17,8 +17,7 @@ import torch
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.choices import column_operators, row_operators
-from ascend_parallel.text import file_text
-from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup, parse_toml, require
+from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_text, require
 from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of
 
 COLUMN, ROW = "column", "row"
@@ -299,14 +298,11 @@ def find_model(name: str) -> Model:
 
 def read_model(path: Path) -> Model:
     """Read a user's model: a TOML file with the keys of `Model`, or a config.json of transformers."""
-    try:
-        text = file_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanningError(f"--model-file {path} cannot be read: {error}") from error
+    place = f"--model-file {path}"
+    text = read_text(path, place)
     if path.suffix == ".json":
-        place = f"--model-file {path}"
         return _model(path.parent.name if path.stem == "config" else path.stem, dimensions_of(text, place), place)
-    return _model(path.stem, parse_toml(text, f"--model-file {path}"), f"--model-file {path}")
+    return _model(path.stem, parse_toml(text, place), place)
 
 
 def _model(name: str, values: Mapping[str, Any], place: str) -> Model:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, BEST, BOUND, EQUAL, FORWARD, MEGATRON, Schedule
@@ -148,7 +149,7 @@ def assumption_rows(assumptions: Assumptions) -> list[dict[str, str]]:
         ("replicas", layout.dp, NOT_PUBLISHED),
         ("pipeline stages", layout.pp, NOT_PUBLISHED),
         ("recompute", layout.recompute, NOT_PUBLISHED),
-        ("dtype", str(assumptions.dtype).removeprefix("torch."), NOT_PUBLISHED),
+        ("dtype", dtype_name(assumptions.dtype), NOT_PUBLISHED),
         ("baseline", "Megatron-core: one chunk, the column layer's backward overlapped", NOT_PUBLISHED),
     ]
     for name in PUBLISHED:
@@ -183,8 +184,7 @@ def _number_rows(hardware: Hardware) -> list[tuple[str, Any, str]]:
             value = getattr(getattr(hardware, table), key)
             given = not isinstance(value, tuple) and value != number.value  # by an option, such as --launch-us
             shown = f"{value:g}" if isinstance(value, float) else number.value
-            words = f"{number.source}: {number.why}" if number.why else number.source
-            rows.append((name, shown, "given on the command line" if given else words))
+            rows.append((name, shown, "given on the command line" if given else number.words))
     return rows
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from ascend_parallel.text.tables import terminal_table
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.published import SCHEDULES, percent
 
@@ -31,7 +30,7 @@ def show_published(comparison: Mapping[str, Any], console: Console) -> None:
     console.print(_grid(comparison))
     console.print(_causes(comparison))
     rows = [[row["name"], row["value"], row["source"]] for row in comparison["assumptions"]]
-    console.print(_table("assumptions", ["what", "value", "source"], rows))
+    console.print(terminal_table("assumptions", ["what", "value", "source"], rows, widest=WIDEST))
     console.print("What remains unexplained:", markup=False, highlight=False)
     for model, case in _cases(comparison):
         console.print(f"- {model['model']}, {case['mode']}: {case['unexplained']}", markup=False, highlight=False)
@@ -47,7 +46,8 @@ def _gains(comparison: Mapping[str, Any]) -> Table:
         sizes = [str(case["sequence"]), str(case["micro_batch"])]
         rows.append([model["model"], case["mode"], *sizes, percent(model["published"]), *gains])
     heads = ["model", "mode", "sequence", "batch", "published", *SCHEDULES]
-    return _table("gain of a training step, published and predicted", heads, rows, right=2)
+    numbers = range(2, len(heads))
+    return terminal_table("gain of a training step, published and predicted", heads, rows, right=numbers)
 
 
 def _chunks(comparison: Mapping[str, Any]) -> Table:
@@ -56,7 +56,8 @@ def _chunks(comparison: Mapping[str, Any]) -> Table:
         heads[2:] = case["chunks"]
         counts = [f"{ways[FORWARD] or '-'} / {ways[BACKWARD] or '-'}" for ways in case["chunks"].values()]
         rows.append([model["model"], case["mode"], *counts])
-    return _table('chunks of "best" by layer, forward / backward; -: no collective', heads, rows, right=2)
+    title = 'chunks of "best" by layer, forward / backward; -: no collective'
+    return terminal_table(title, heads, rows, right=range(2, len(heads)))
 
 
 def _grid(comparison: Mapping[str, Any]) -> Table:
@@ -66,7 +67,7 @@ def _grid(comparison: Mapping[str, Any]) -> Table:
             found = list(points)
             heads[3:] = [str(point["sequence"]) for point in found]
             rows.append([model["model"], case["mode"], str(micro_batch), *map(_ends, found)])
-    return _table('"best" / "bound, fused" by sequence', heads, rows, right=2)
+    return terminal_table('"best" / "bound, fused" by sequence', heads, rows, right=range(2, len(heads)))
 
 
 def _causes(comparison: Mapping[str, Any]) -> Table:
@@ -75,7 +76,8 @@ def _causes(comparison: Mapping[str, Any]) -> Table:
         heads[3:] = case["causes"]
         cells = [_ends(gains) for gains in (case["gains"], *case["causes"].values())]
         rows.append([model["model"], case["mode"], *cells])
-    return _table('candidate causes: "best" / "bound, fused" if the runs differed', heads, rows, right=2)
+    title = 'candidate causes: "best" / "bound, fused" if the runs differed'
+    return terminal_table(title, heads, rows, right=range(2, len(heads)))
 
 
 def _cases(comparison: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -86,14 +88,3 @@ def _cases(comparison: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict
 
 def _ends(gains: Mapping[str, float]) -> str:
     return f"{percent(gains['best'])} / {percent(gains['bound, fused'])}"
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> Table:
-    """Return a table; the columns from `right` on are aligned to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for index, head in enumerate(heads):
-        justify: Literal["left", "right"] = "left" if right is None or index < right else "right"
-        table.add_column(head, justify=justify, overflow="fold", max_width=WIDEST.get(head))
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text: no markup in brackets
-    return table

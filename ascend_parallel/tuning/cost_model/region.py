@@ -83,6 +83,19 @@ class Lanes:
         return self._issue * (self._launched - 1)
 
 
+def disturbed(costs: CostModel, add: Callable[[Lanes], None], *, beside: bool) -> Estimate:
+    """Return the estimate of the tasks that `add` adds to lanes, which slow each other down if they run `beside`."""
+    host = costs.hardware.host
+    issue, inline = (0.0, host.launch) if host.inline else (host.launch, 0.0)
+    alone = Lanes(issue, inline)
+    add(alone)
+    if not beside:
+        return alone.estimate
+    lanes = Lanes(issue, inline, costs.stretches(alone.computation, alone.communication))
+    add(lanes)
+    return lanes.estimate
+
+
 class Region:
     """The region of one transformer layer in `count` chunks, on one rank."""
 
@@ -114,22 +127,11 @@ class Region:
 
     def forward(self) -> Estimate:
         """Return the estimate from proj to the next layer's norm, and its qkv if that pulls rows."""
-        return self._estimate(self._run_forward)
+        return disturbed(self._costs, self._run_forward, beside=not self._whole)
 
     def backward(self) -> Estimate:
         """Return the estimate from the next layer's qkv, if that is one matmul, to proj, weight gradients included."""
-        return self._estimate(self._run_backward)
-
-    def _estimate(self, add: Callable[[Lanes], None]) -> Estimate:
-        host = self._costs.hardware.host
-        issue, inline = (0.0, host.launch) if host.inline else (host.launch, 0.0)
-        alone = Lanes(issue, inline)
-        add(alone)
-        if self._whole:
-            return alone.estimate
-        lanes = Lanes(issue, inline, self._costs.stretches(alone.computation, alone.communication))
-        add(lanes)
-        return lanes.estimate
+        return disturbed(self._costs, self._run_backward, beside=not self._whole)
 
     def _run_forward(self, lanes: Lanes) -> None:
         left: list[float] = []

@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ascend_parallel.ops.problem import EXPERT_EXCHANGE
-from ascend_parallel.text import size_of
+from ascend_parallel.text import dtype_name, size_of
+from ascend_parallel.text.tables import terminal_table
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import (
@@ -29,7 +28,7 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
-from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
+from ascend_parallel.tuning.cost_model.step import Layout, parts_of, ranks_of, step_time
 from ascend_parallel.tuning.e_bound import e_bound
 
 # Products of a training step's matmul: its result, and the gradients of both operands.
@@ -67,6 +66,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
     layer, ends = parts_of(costs, model, batch)
     calls = [*layer.parts[FORWARD], ends.parts[FORWARD], *layer.parts[BACKWARD], ends.parts[BACKWARD]]
     assumed = sorted(name for name, number in hardware.numbers.items() if number.assumed)
+    steps, ranks = _steps(costs, model, batch, layout), ranks_of(batch, layout)
     return {
         "model": model.name,
         "parameters": model.count_parameters(),
@@ -79,7 +79,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "cp": batch.cp,
         "ep": batch.ep,
         "etp": batch.etp,
-        "ranks": batch.tp * batch.cp * layout.dp * layout.pp,
+        "ranks": ranks,
         "virtual_stages": layout.virtual_stages,
         "zero": layout.zero,
         "sequence": batch.sequence,
@@ -87,13 +87,13 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "micro_batches": layout.micro_batches,
         "sequence_parallel": batch.sequence_parallel,
         "recompute": layout.recompute,
-        "dtype": str(batch.dtype).removeprefix("torch."),
+        "dtype": dtype_name(batch.dtype),
         "assumed": assumed,
         "rounded_up": uneven_splits(model, batch),
         "calls": [*map(_call, calls), *_expert_calls(layer)],
         "layer": _layer(layer, layout),
-        "step": _steps(costs, model, batch, layout),
-        "verdict": _verdict(costs, model, batch, layout),
+        "step": steps,
+        "verdict": _verdict(layer, layout, steps["best"], ranks),
         "memory": _memory(model, batch, layout, hardware),
     }
 
@@ -156,13 +156,8 @@ def summary(prediction: dict[str, Any]) -> list[str]:
 
 def show_sources(hardware: Hardware, console: Console) -> None:
     """Print every number of a hardware with its source."""
-    table = Table(title=f"{hardware.name}: {hardware.title}", title_justify="left", box=box.SIMPLE)
-    for heading in ("number", "value", "source"):
-        table.add_column(heading, overflow="fold")
-    for name, number in sorted(hardware.numbers.items()):
-        words = f"{number.source}: {number.why}" if number.why else number.source
-        table.add_row(name, Text(str(number.value)), Text(words))  # Text: no markup in brackets
-    console.print(table)
+    rows = [(name, number.value, number.words) for name, number in sorted(hardware.numbers.items())]
+    console.print(terminal_table(f"{hardware.name}: {hardware.title}", ("number", "value", "source"), rows))
 
 
 def sizes_in_words(sizes: tuple[int, ...]) -> str:
@@ -244,7 +239,7 @@ def _layer(layer: TransformerLayerTime, layout: Layout) -> dict[str, Any]:
     return result
 
 
-def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, Any]:
+def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, dict[str, float]]:
     serial = step_time(costs, model, batch, layout, MEGATRON).total
     tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
     result = {}
@@ -254,7 +249,7 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
             "total": step.total,
             "pipeline": step.pipeline,
             "gradients": step.gradients,
-            "optimizer": step.optimizer,
+            "optimizer": step.gathers + step.optimizer,
             "gradients_hidden": step.hidden,
             "tokens_per_second": tokens / step.total,
             "gain": gain(serial, step.total),
@@ -262,24 +257,19 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
     return result
 
 
-def _verdict(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[str, float]:
+def _verdict(layer: TransformerLayerTime, layout: Layout, best: dict[str, float], ranks: int) -> dict[str, float]:
     """Return the step with the best chunks, by card, and its MFU: the share of the peak that the model needs."""
-    serial, best = (step_time(costs, model, batch, layout, schedule).total for schedule in (MEGATRON, BEST))
-    tokens = batch.sequence * batch.micro_batch * layout.micro_batches * layout.dp
-    ranks = batch.tp * batch.cp * layout.dp * layout.pp
-    per_card = tokens / best / ranks
+    costs, batch, per_card = layer.costs, layer.batch, best["tokens_per_second"] / ranks
     unit = costs.hardware.matmul
-    peak = unit.macs_per_cycle * unit.frequency * unit.cores
-    peak *= unit.share_32_bit if batch.dtype.itemsize >= 4 else 1.0
-    macs = PASSES * model.macs_per_token(batch.sequence)
-    layer, _ = parts_of(costs, model, batch)
+    peak = costs.rate(batch.dtype.itemsize) * unit.cores
+    macs = PASSES * layer.model.macs_per_token(batch.sequence)
     in_turn, communication = layer.both(IN_TURN, layout.recompute), layer.communication(layout.recompute)
     exposed, exposed_serial = (
         max(0.0, layer.both(schedule, layout.recompute) - (in_turn - communication)) for schedule in (BEST, MEGATRON)
     )
     return {
-        "seconds": best,
-        "gain": gain(serial, best),
+        "seconds": best["total"],
+        "gain": best["gain"],
         "tokens_per_second_per_card": per_card,
         "mfu": per_card * macs / peak,
         "slowest": unit.frequency / costs.hardware.of_slowest(ranks).matmul.frequency - 1,
@@ -298,14 +288,9 @@ def _memory(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
 
 
 def _calls_table(calls: list[dict[str, Any]]) -> Table:
-    table = Table(title="per layer and direction, milliseconds", title_justify="left", box=box.SIMPLE)
-    for heading in ("layer", "pass", "operator"):
-        table.add_column(heading, no_wrap=heading != "operator")
-    for heading in ("m, k, n", "matmul", "comm", "serial", "best", "gain", "bound", "rows of each chunk"):
-        table.add_column(heading, justify="right" if heading != "rows of each chunk" else "left")
-    for call in calls:
-        sizes = sizes_in_words(tuple(call["sizes"])) if call["sizes"] else "-"
-        table.add_row(
+    figures = ("m, k, n", "matmul", "comm", "serial", "best", "gain", "bound")
+    rows = [
+        (
             call["layer"],
             call["pass"],
             call["operator"],
@@ -313,29 +298,32 @@ def _calls_table(calls: list[dict[str, Any]]) -> Table:
             *(_ms(call[key]) for key in ("computation", "communication", "serial", "best")),
             f"{call['gain']:.1%}",
             _ms(call["bound"]),
-            sizes,
+            sizes_in_words(tuple(call["sizes"])) if call["sizes"] else "-",
         )
-    return table
+        for call in calls
+    ]
+    heads = ("layer", "pass", "operator", *figures, "rows of each chunk")
+    return terminal_table("per layer and direction, milliseconds", heads, rows, right=range(3, 3 + len(figures)))
 
 
 def _totals_table(prediction: dict[str, Any]) -> Table:
-    table = Table(title="layer and training step, milliseconds", title_justify="left", box=box.SIMPLE)
-    table.add_column("schedule")
-    for heading in ("forward", "backward", "layer's gain", "E_bound", "step", "step's gain", "tokens/s"):
-        table.add_column(heading, justify="right")
+    heads = ("schedule", "forward", "backward", "layer's gain", "E_bound", "step", "step's gain", "tokens/s")
+    rows = []
     for name in SCHEDULES:
         layer, step = prediction["layer"][name], prediction["step"][name]
-        table.add_row(
-            name,
-            _ms(layer["forward"]),
-            _ms(layer["backward"]),
-            f"{layer['gain']:+.2%}",
-            "-" if layer["e_bound"] is None else f"{layer['e_bound']:.2f}",
-            _ms(step["total"]),
-            f"{step['gain']:+.2%}",
-            f"{step['tokens_per_second']:.0f}",
+        rows.append(
+            (
+                name,
+                _ms(layer["forward"]),
+                _ms(layer["backward"]),
+                f"{layer['gain']:+.2%}",
+                "-" if layer["e_bound"] is None else f"{layer['e_bound']:.2f}",
+                _ms(step["total"]),
+                f"{step['gain']:+.2%}",
+                f"{step['tokens_per_second']:.0f}",
+            )
         )
-    return table
+    return terminal_table("layer and training step, milliseconds", heads, rows, right=range(1, len(heads)))
 
 
 def _ms(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
@@ -14,9 +14,10 @@ from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.gradients import WIDE, accumulated_bytes, adam_bytes, clipped_bytes
 from ascend_parallel.tuning.cost_model.layer_passes import Schedule
-from ascend_parallel.tuning.cost_model.layers import EmbeddingAndLogitsTime, TransformerLayerTime
+from ascend_parallel.tuning.cost_model.layers import RECOMPUTE, EmbeddingAndLogitsTime, TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.tables import require
+from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
 from ascend_parallel.tuning.step_time.step import StepTimes, StepWork, gathered_pass, time_step
 
 # Parameters of a bucket of gradients: Megatron-core's distributed_data_parallel.py, max(40 M, 1 M for each replica).
@@ -24,7 +25,6 @@ BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
 # Devices whose frameworks add a micro-batch's gradient to its fp32 sum inside the matmul (Megatron-core's
 # gradient_accumulation_fusion needs a CUDA extension; MindSpeed-LLM's scripts switch it off).
 FUSED_ACCUMULATION = ("cuda",)
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,63 +52,40 @@ class Layout:
     overlap_gradients: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values below 1."""
+        """Refuse values that are not allowed."""
         for option in ("dp", "pp", "micro_batches", "virtual_stages"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
         require("recompute_layers", self.recompute_layers, self.recompute_layers >= 0, "a whole number of 0 or more")
+        require("--recompute", self.recompute, self.recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         require("zero", self.zero, self.zero in ZERO_STAGES, ", ".join(map(str, ZERO_STAGES)))
 
     @property
     def schedule(self) -> str:
-        """The pipeline's schedule."""
-        return "interleaved_1f1b" if self.virtual_stages > 1 else "1f1b"
+        """The pipeline's schedule; with fewer micro-batches than stages 1F1B runs all forwards first."""
+        if self.virtual_stages > 1:
+            return "interleaved_1f1b"
+        return "1f1b" if self.micro_batches >= self.pp else "gpipe"
+
+    def recomputed(self, dense: int, sparse: int) -> tuple[int, int]:
+        """Return how many of a stage's layers of each kind are recomputed; the first ones are."""
+        count = self.recompute_layers or dense + sparse
+        return min(dense, count), min(sparse, max(count - dense, 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of one step by part, and in total.
-
-    gradients
-        The exposed part of the sums of gradients; `hidden` is the rest.
-    optimizer
-        The update, with the gathers of weights after it.
-    stages
-        Seconds of forward and backward of each stage.
-    """
-
-    pipeline: float
-    gradients: float
-    optimizer: float
-    hidden: float
-    stages: tuple[tuple[float, float], ...] = field(repr=False)
-
-    @property
-    def total(self) -> float:
-        """The sum of the parts, which run one after the other."""
-        return self.pipeline + self.gradients + self.optimizer
-
-
-def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepTime:
+def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepTimes:
     """Return the time of one step.
 
     Ranks fill servers in Megatron-core's order: tensor-parallel ranks, then context-parallel ranks, then replicas, then
     stages; the slowest send between two stages counts. Gradients are summed in fp32, and clipped by their norm. The
     rank with the most work sets the pace.
     """
-    work = step_work(costs, model, batch, layout, schedule)
-    times: StepTimes = time_step(work)
-    return StepTime(
-        pipeline=times.pipeline,
-        gradients=times.gradients,
-        optimizer=times.gathers + times.optimizer,
-        hidden=times.hidden,
-        stages=tuple(zip(work.forward, work.backward, strict=True)),
-    )
+    return time_step(step_work(costs, model, batch, layout, schedule))
 
 
 def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepWork:
     """Return what each rank of a pipeline does in a step, in seconds; the slowest of all cards sets the pace."""
-    costs = of_slowest(costs, batch.tp * batch.cp * layout.dp * layout.pp)
+    ranks = ranks_of(batch, layout)
+    costs = of_slowest(costs, ranks)
     stages = layout.pp * layout.virtual_stages
     most = model.layers if layout.virtual_stages == 1 else model.layers + 2  # the ends may stand alone
     require("--pp", stages, stages <= most, f"at most the {model.layers} layers of {model.name}")
@@ -134,7 +111,6 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     hop = 0.0
     if layout.pp > 1:
         size = batch.own_rows * model.hidden * item
-        ranks = batch.tp * batch.cp * layout.dp * layout.pp
         hop = costs.send(size, inside=ranks <= costs.hardware.collectives.domain)
     return StepWork(
         schedule=layout.schedule,
@@ -151,6 +127,11 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
             for rank in range(layout.pp)
         ],
     )
+
+
+def ranks_of(batch: Batch, layout: Layout) -> int:
+    """Return the ranks of the job."""
+    return batch.tp * batch.cp * layout.dp * layout.pp
 
 
 @lru_cache(maxsize=16)
@@ -193,40 +174,26 @@ def check_experts(model: Model, batch: Batch, layout: Layout) -> None:
 
 
 def held_weights(model: Model, batch: Batch, layout: Layout) -> tuple[tuple[list[float], Replicas], ...]:
-    """Return the weights of each rank of a pipeline with their replicas: those of experts, and all others.
+    """Return the weights of each rank of a pipeline with their replicas: all but the experts' first, then the experts'.
 
-    Tensor-, context- and data-parallel ranks share the experts (Megatron-core's order: experts' widths, experts, their
-    replicas); the others are whole on each context- and data-parallel rank.
+    A rank has its layers, and the embedding or the logits' weights. Tensor-, context- and data-parallel ranks share the
+    experts (Megatron-core's order: experts' widths, experts, their replicas); the others are whole on each context- and
+    data-parallel rank.
     """
     apart = batch.ep * batch.etp
-    return (
-        (stage_parameters(model, batch, layout), Replicas(batch.cp * layout.dp, batch.tp)),
-        (stage_experts(model, batch, layout), Replicas(batch.tp * batch.cp * layout.dp // apart, apart)),
-    )
-
-
-def stage_experts(model: Model, batch: Batch, layout: Layout) -> list[float]:
-    """Return the parameters of routed experts of each rank of a pipeline."""
-    own = model.experts * model.expert_weights() / (batch.ep * batch.etp)
-    result = [0.0] * layout.pp
-    for stage, (_, sparse) in enumerate(layers_of_stages(model, layout.pp * layout.virtual_stages)):
-        result[stage % layout.pp] += sparse * own
-    return result
-
-
-def stage_parameters(model: Model, batch: Batch, layout: Layout) -> list[float]:
-    """Return the parameters of each rank of a pipeline: its layers, and the embedding or the logits' weights.
-
-    Without the weights of routed experts.
-    """
-    result = [0.0] * layout.pp
+    own = model.experts * model.expert_weights() / apart
+    plain, of_experts = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, (dense, sparse) in enumerate(layers_of_stages(model, layout.pp * layout.virtual_stages)):
         weights = dense * model.dense_weights() + sparse * model.sparse_weights()
-        result[stage % layout.pp] += weights / batch.tp
+        plain[stage % layout.pp] += weights / batch.tp
+        of_experts[stage % layout.pp] += sparse * own
     ends = model.vocab * model.hidden / batch.tp
-    result[0] += ends + model.positions * model.hidden
-    result[-1] += ends if not model.tied or layout.pp > 1 else 0.0
-    return result
+    plain[0] += ends + model.positions * model.hidden
+    plain[-1] += ends if not model.tied or layout.pp > 1 else 0.0
+    return (
+        (plain, Replicas(batch.cp * layout.dp, batch.tp)),
+        (of_experts, Replicas(batch.tp * batch.cp * layout.dp // apart, apart)),
+    )
 
 
 class _Passes:
@@ -254,10 +221,9 @@ class _Passes:
     def stage(self, stage: int, dense: int, sparse: int) -> tuple[float, float]:
         """Return the seconds of forward and backward of a micro-batch."""
         forward = backward = weights = 0.0
-        recomputed = self._layout.recompute_layers or dense + sparse
-        for layers, times, held in zip((dense, sparse), self._times, self._weights, strict=True):
-            again = times[2] * min(layers, recomputed)
-            recomputed -= min(layers, recomputed)
+        kinds = zip((dense, sparse), self._layout.recomputed(dense, sparse), self._times, self._weights, strict=True)
+        for layers, recomputed, times, held in kinds:
+            again = times[2] * recomputed
             weights += layers * sum(size for size, _ in held)
             passes = self._layers(layers, times[0], times[1], again, held) if layers else (0.0, 0.0)
             forward, backward = forward + passes[0], backward + passes[1]

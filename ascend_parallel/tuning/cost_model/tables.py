@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ascend_parallel.text import nearest, shown, toml
+from ascend_parallel.text import file_text, nearest, shown, toml
 
 ASSUMED = "assumed"
 
@@ -27,6 +28,19 @@ class SourcedValue:
     def assumed(self) -> bool:
         """Whether the number has no public source."""
         return self.source == ASSUMED
+
+    @property
+    def words(self) -> str:
+        """The source with the reason, if there is one."""
+        return f"{self.source}: {self.why}" if self.why else self.source
+
+
+def read_text(path: Path, place: str) -> str:
+    """Return a user's file; raises `PlanningError` with `place` if it cannot be read."""
+    try:
+        return file_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"{place} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def parse_toml(text: str, place: str) -> dict[str, Any]:

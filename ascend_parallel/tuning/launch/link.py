@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ascend_parallel.text import bits_per_second, shown
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
-from ascend_parallel.tuning.launch.user_namespaces import LinkError, Namespace, named_namespace, user_namespaces
+from ascend_parallel.tuning.launch.user_namespaces import LinkError, Namespace, user_namespaces
 
 NAMESPACE_PREFIX = "aplink"
 INTERFACE = "ap0"
@@ -93,10 +93,11 @@ def _namespaces_of(names: list[str]) -> Iterator[list[Namespace]]:
         return
     remove_leftovers()
     tag = f"{NAMESPACE_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}"
+    tagged = [f"{tag}-{name}" for name in names]
     try:
-        for name in names:
-            _run("ip", "netns", "add", f"{tag}-{name}")
-        yield [named_namespace(f"{tag}-{name}") for name in names]
+        for name in tagged:
+            _run("ip", "netns", "add", name)
+        yield [Namespace(name, ("ip", "netns", "exec", name)) for name in tagged]
     finally:
         with signals_held_back():
             _remove(tag)

@@ -1,37 +1,44 @@
-"""Run one rank of `call_on_ranks`: join the group, call the function, deliver rank 0's result."""
+"""Run one rank of `call_on_ranks`: join the group, call the function, hand over rank 0's result."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
 import os
+import signal
+import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.text import replace_text
 from ascend_parallel.tuning.launch.devices import BACKENDS, own_device
-from ascend_parallel.tuning.launch.ranks import begin_rank, deliver, store_file
+from ascend_parallel.tuning.launch.ranks import PACKAGE, file_of_job
 
-
-def join_group(backend: str, timeout: timedelta) -> None:
-    """Join the ranks of the job. They meet in a file: another program may take a port that was free a moment ago."""
-    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store = dist.FileStore(str(store_file()), ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run the job of this rank."""
-    job = begin_rank()
+    """Run the job of this rank; it ends with the program that started it, even on SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["PARENT_PID"]):
+        sys.exit("the program that started this rank is gone")
+    if (theirs := os.environ["PARENT_PACKAGE"]) != PACKAGE:
+        sys.exit(f"this rank has imported {PACKAGE}, and the program that started it {theirs}")
+    job: dict[str, Any] = json.loads(file_of_job("job.json").read_text())
     torch.set_num_threads(1)
     own_device(job["device"])
-    join_group(BACKENDS[job["device"]], timedelta(seconds=job["limit"]))
+    # The ranks meet in a file: another program may take a port that was free a moment ago.
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    store = dist.FileStore(str(file_of_job("store")), ranks)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=job["limit"])
+    dist.init_process_group(BACKENDS[job["device"]], store=store, rank=rank, world_size=ranks, timeout=limit)
     module, _, name = job["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(dist.group.WORLD, **job["arguments"])
     dist.barrier()  # no rank exits while another rank still communicates with it
-    deliver(result)
+    if rank == 0:
+        replace_text(file_of_job("results.json"), json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 """Start one process per rank, watch all of them, and end all of them.
 
-The last argument of a rank's program is the path of a job file. The program reports progress with `report`, and rank 0
-hands over the results with `deliver`. `call_on_ranks` calls one function on the ranks of a group.
+The last argument of a rank's program (`rank.py`) is the path of a job file, beside which are the files of its progress
+and its results. `call_on_ranks` calls one function on the ranks of a group, which reports progress with `report`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -20,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.text import replace_text
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.link import LinkEndpoint, shaped_link
 from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
 
 TAIL_CHARACTERS = 4000
 POLL_SECONDS = 0.25  # long, because the ranks need the processors
-PR_SET_PDEATHSIG = 1
 PACKAGE = str(Path(__file__).parents[2])
 # A rank uses the package of the program that starts it; python -m would import one of the current folder first.
 PROGRAM = """import os, sys
@@ -49,17 +48,14 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program to run on every rank, with its arguments and its time limit.
+    """A function to call on every rank, with its arguments and its time limit.
 
-    program
-        Command line after the Python interpreter: a file, or ``-m`` and a module.
     limit
         Seconds after which every rank is ended.
     ends
         Network namespaces of the ranks (`link.shaped_link`); empty for this machine's loopback.
     """
 
-    program: tuple[str, ...]
     arguments: dict[str, Any]
     ranks: int
     limit: float
@@ -83,17 +79,14 @@ def call_on_ranks(
     Arguments and result must be JSON values. Raises `RankError` if a rank fails or `limit` seconds have
     passed, and `LinkError` if the link cannot be built.
     """
-    program = ("-c", PROGRAM)
     call = {"target": target, "arguments": arguments, "limit": limit, "device": device}
     place: AbstractContextManager[list[LinkEndpoint]] = nullcontext([]) if link is None else shaped_link(link, ranks)
-    with place as ends:
-        return run_ranks(Job(program=program, arguments=call, ranks=ranks, limit=limit, ends=ends), on_progress)
-
-
-def run_ranks(job: Job, on_progress: Callable[[str], None]) -> Any:
-    """Run the job's program on every rank and return the results of rank 0; raises `RankError` if a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="ascend_parallel-ranks-") as name, signals_as_exceptions():
-        folder = Path(name)
+    with (
+        place as ends,
+        tempfile.TemporaryDirectory(prefix="ascend_parallel-ranks-") as name,
+        signals_as_exceptions(),
+    ):
+        job, folder = Job(arguments=call, ranks=ranks, limit=limit, ends=ends), Path(name)
         (folder / "job.json").write_text(json.dumps(job.arguments))
         with _started(job, folder) as processes:
             _watch(job, folder, processes, on_progress)
@@ -109,7 +102,7 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     try:
         for rank in range(job.ranks):
             prefix = job.ends[rank].prefix if job.ends else []
-            command = [*prefix, sys.executable, *job.program, str(folder / "job.json")]
+            command = [*prefix, sys.executable, "-c", PROGRAM, str(folder / "job.json")]
             with _output(folder, rank).open("wb") as output:
                 process = subprocess.Popen(
                     command,
@@ -177,42 +170,15 @@ def _output(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-# ---- functions for the rank's program -------------------------------------------------------------------
-
-
-def begin_rank() -> dict[str, Any]:
-    """Return the job's arguments, and make this rank end with the program that started it, even on SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["PARENT_PID"]):
-        sys.exit("the program that started this rank is gone")
-    if (theirs := os.environ["PARENT_PACKAGE"]) != PACKAGE:
-        sys.exit(f"this rank has imported {PACKAGE}, and the program that started it {theirs}")
-    job: dict[str, Any] = json.loads(_job_file().read_text())
-    return job
+# ---- for the rank's program ------------------------------------------------------------------------------
 
 
 def report(line: str) -> None:
     """Write a progress line on rank 0; it replaces the line before."""
     if os.environ["RANK"] == "0":
-        _replace(_job_file().with_name("progress"), line)
+        replace_text(file_of_job("progress"), line)
 
 
-def deliver(results: Any) -> None:
-    """Hand the results over to the starting program; only rank 0 writes them."""
-    if os.environ["RANK"] == "0":
-        _replace(_job_file().with_name("results.json"), json.dumps(results))
-
-
-def store_file() -> Path:
-    """Return the path of the file in which the ranks meet."""
-    return _job_file().with_name("store")
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)  # atomic: a reader sees the old text or the new text
-
-
-def _job_file() -> Path:
-    return Path(sys.argv[1])
+def file_of_job(name: str) -> Path:
+    """Return the path of a file of this rank's job."""
+    return Path(sys.argv[1]).with_name(name)

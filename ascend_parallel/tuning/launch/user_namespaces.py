@@ -39,11 +39,6 @@ class Namespace:
     outside: tuple[str, ...] = ()
 
 
-def named_namespace(name: str) -> Namespace:
-    """Return root's namespace of this name, created by ``ip netns add``."""
-    return Namespace(name, ("ip", "netns", "exec", name))
-
-
 @contextmanager
 def user_namespaces(count: int) -> Iterator[list[Namespace]]:
     """Yield `count` network namespaces in one new user namespace; they are gone after the block.
@@ -59,16 +54,13 @@ def user_namespaces(count: int) -> Iterator[list[Namespace]]:
         owner = ("nsenter", "--target", str(holders[0].pid), "--user", "--preserve-credentials")
         for _ in range(count - 1):
             holders.append(_hold(*owner, "unshare", "--net"))
-        yield [_of_process(str(holder.pid), (*owner, "--net")) for holder in holders]
+        inside = "nsenter", "--user", "--net", "--preserve-credentials", "--target"
+        pids = [str(holder.pid) for holder in holders]
+        yield [Namespace(pid, (*inside, pid), (*owner, "--net")) for pid in pids]
     finally:
         for holder in holders:
             holder.kill()
             holder.communicate()
-
-
-def _of_process(pid: str, outside: tuple[str, ...]) -> Namespace:
-    prefix = ("nsenter", "--target", pid, "--user", "--net", "--preserve-credentials")
-    return Namespace(pid, prefix, outside)
 
 
 def _hold(*words: str) -> subprocess.Popen[bytes]:

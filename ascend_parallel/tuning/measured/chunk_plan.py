@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -24,7 +23,7 @@ from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, 
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
-from ascend_parallel.text import file_text, shown
+from ascend_parallel.text import dtype_name, file_text, replace_text, shown
 
 SCHEMA = 1
 PASSES = ("forward", "backward")
@@ -73,23 +72,8 @@ class Entry:
 
     @classmethod
     def of(cls, operator: LayerOperator, dtype: torch.dtype, sizes: Sizes, serial: float, chosen: float) -> Entry:
-        """Make the entry of one operator of a layer."""
-        return cls(**vars(operator), dtype=_name(dtype), sizes=sizes, serial=serial, chosen=chosen)
-
-    @classmethod
-    def of_experts(cls, problem: Problem, sizes: Sizes, serial: float, chosen: float) -> Entry:
-        """Make the entry of an exchange with experts."""
-        return cls(
-            run="forward",
-            operator=problem.operator,
-            m=problem.m,
-            k=problem.k,
-            n=problem.n,
-            dtype=_name(problem.dtype),
-            sizes=sizes,
-            serial=serial,
-            chosen=chosen,
-        )
+        """Make the entry of one operator of a layer, or of an exchange with experts."""
+        return cls(**vars(operator), dtype=dtype_name(dtype), sizes=sizes, serial=serial, chosen=chosen)
 
     @property
     def key(self) -> Key:
@@ -132,12 +116,13 @@ class Plan:
 
     def entry_of_problem(self, problem: Problem) -> Entry | None:
         """Return the entry of a call, or None."""
-        shape = problem.operator, problem.m, problem.k, problem.n
-        return self._by_key.get((self.run, *shape, _name(problem.dtype)))
+        operator = LayerOperator(self.run, problem.operator, problem.m, problem.k, problem.n)
+        return self.entry_of(operator, problem.dtype)
 
     def entry_of(self, operator: LayerOperator, dtype: torch.dtype) -> Entry | None:
         """Return the entry for one operator of a layer, or None."""
-        return self._by_key.get((operator.run, operator.operator, operator.m, operator.k, operator.n, _name(dtype)))
+        shape = operator.m, operator.k, operator.n
+        return self._by_key.get((operator.run, operator.operator, *shape, dtype_name(dtype)))
 
     def __hash__(self) -> int:
         """Return the cached hash: every call of a layer looks up settings that hold a plan."""
@@ -177,15 +162,7 @@ class Plan:
     def save(self, path: Path) -> None:
         """Write the file atomically: a reader sees the old file or the new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            try:
-                json.dump(self.as_dict(), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        replace_text(path, json.dumps(self.as_dict(), indent=1), durable=True)
 
 
 def this_machine(ranks: int, device: torch.device, backend: str) -> Machine:
@@ -255,10 +232,6 @@ def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     if not (known and positive and timed and cut and sum(entry.sizes) * shared == entry.m):
         raise ValueError(f"entry {index} is {shown(dict(raw))}")
     return entry
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _words(error: Exception) -> str:

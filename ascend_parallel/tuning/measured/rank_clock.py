@@ -26,14 +26,18 @@ class RankClock:
         """device: the type, "cpu", "npu" or "cuda"; the rank's device is the current one."""
         self._group, self._device = group, device
 
-    def rounds(self, runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+    def rounds(
+        self, runs: Mapping[Name, Callable[[], float]], rounds: int, progress: Callable[[int], object] = lambda _: None
+    ) -> dict[Name, list[float]]:
         """Call each of `runs` once a round, in random order; return the slowest rank's seconds by round.
 
-        runs: functions that return their seconds on this rank. A warm-up round comes first.
+        runs: functions that return their seconds on this rank. A warm-up round comes first. progress: called with the
+        number of each round; that of the warm-up is 0.
         """
         times: list[list[float]] = []
         order = list(enumerate(runs.values()))
         for index in range(rounds + 1):
+            progress(index)
             random.Random(index).shuffle(order)  # the same order on every rank
             by_place = {place: run() for place, run in order}
             times.append([by_place[place] for place in range(len(order))])

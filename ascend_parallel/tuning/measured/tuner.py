@@ -249,10 +249,9 @@ def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) 
         model = best_of_model(operator, parts, layer.group.size(), most)
         candidates += [model.sizes, model.equal]
     tried = tuple(dict.fromkeys([whole, *(layer.sizes_as_run(operator, sizes) for sizes in dict.fromkeys(candidates))]))
-    if len(tried) == 1:
-        times = layer.time_sizes(operator, tried, ROUNDS)
-        return TunedPass(whole, median(times[whole]), median(times[whole]), "it cannot be cut")
     times = layer.time_sizes(operator, tried, ROUNDS)
+    if len(tried) == 1:
+        return TunedPass(whole, median(times[whole]), median(times[whole]), "it cannot be cut")
     best = min(tried, key=lambda sizes: (median(times[sizes]), len(sizes)))
     # Time the two again, alone: among many candidates, a lucky median may be the smallest.
     if best != whole:

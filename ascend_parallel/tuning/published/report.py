@@ -1,16 +1,14 @@
-"""Published runs beside predictions: as plain values, as text for a terminal, and as a page."""
+"""Published runs beside predictions: as plain values, and as text for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from ascend_parallel.text.tables import terminal_table
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.published.prediction import RunPrediction, measured_seconds, obstacle, predict_run
 from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
@@ -41,25 +39,14 @@ def show_runs(comparison: Mapping[str, Any], console: Console) -> None:
     """Print a comparison of `compare_runs`."""
     for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
         rows = [row for row in comparison["rows"] if row["table"] == table]
-        console.print(_table(table, HEADS, [_cells(row) for row in rows if row["error"] is not None]))
+        predicted = [cells_of(row) for row in rows if row["error"] is not None]
+        console.print(terminal_table(table, HEADS, predicted, right=range(1, len(HEADS) - 1)))
         for row in rows:
             if row["error"] is None:
                 console.print(f"  {row['id']}: not predicted: {row['obstacle']}", markup=False, highlight=False)
-    console.print(_table("errors by source", *_summary(comparison["summary"])))
+    heads, sources = summary_table(comparison["summary"])
+    console.print(terminal_table("errors by source", heads, sources, right=range(1, len(heads) - 1)))
     console.print(LEGEND, markup=False, highlight=False)
-
-
-def page(comparison: Mapping[str, Any]) -> str:
-    """Return the tables of a comparison in Markdown."""
-    parts = [*markdown(*_summary(comparison["summary"])), ""]
-    for table in dict.fromkeys(row["table"] for row in comparison["rows"]):
-        rows = [row for row in comparison["rows"] if row["table"] == table]
-        cells = [_cells(row) for row in rows if row["error"] is not None]
-        parts += [f"### {table}", "", rows[0]["source"], ""]
-        parts += [*markdown(HEADS, cells), ""] if cells else []
-        left_out = [f"`{row['id']}`: {row['obstacle']}" for row in rows if row["error"] is None]
-        parts += ["Not predicted: " + "; ".join(left_out) + ".", ""] if left_out else []
-    return "\n".join(parts)
 
 
 def _row(run: PublishedRun, words: str, predict: Callable[[PublishedRun], RunPrediction]) -> dict[str, Any]:
@@ -99,7 +86,8 @@ def _errors(table: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _summary(summary: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def summary_table(summary: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return the heads and the rows of the table of errors by source."""
     heads = ("source", "rows", "median speed", "median error", f"within {WITHIN:.0%}", "worst")
     return heads, [
         (
@@ -114,7 +102,8 @@ def _summary(summary: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[
     ]
 
 
-def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+def cells_of(row: Mapping[str, Any]) -> Sequence[str]:
+    """Return a run's row of the table with the heads `HEADS`."""
     return (
         row["id"],
         str(row["devices"]),
@@ -126,18 +115,3 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         "yes" if row["fits"] else "no",
         row["pitfall"],
     )
-
-
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    return [*lines, *("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)]
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if 0 < index < len(heads) - 1 else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text: no markup in brackets
-    return table

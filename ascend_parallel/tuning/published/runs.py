@@ -37,10 +37,13 @@ HARDWARE = {
     "H100 80GB SXM": "h100-nvlink",
 }
 
+# What rows have beside the fields that are read: of operators, gains and scaling, and for readers.
+NOT_READ = "script implementation feature before gain operator m k n linearity tflops hfu memory_mb"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """A row of data/runs.toml; 0, "" and None: not published.
+    """The fields of a row of data/runs.toml that are read; 0, "" and None: not published.
 
     value
         The measurement, in the unit of `metric`.
@@ -62,7 +65,6 @@ class PublishedRun:
     path: str
     metric: str
     commit: str = ""
-    script: str = ""
     value: float = 0.0
     value_text: str = ""
     pitfall: str = ""
@@ -71,7 +73,6 @@ class PublishedRun:
     model: str = ""
     hardware: str = ""
     devices: int = 0
-    implementation: str = ""
     layers: int = 0
     hidden: int = 0
     ffn: int = 0
@@ -104,18 +105,7 @@ class PublishedRun:
     rotary: str = ""
     mc2_in_script: bool | None = None
     overlap_grad_reduce: bool | None = None
-    feature: str = ""
-    before: float = 0.0
-    gain: float = 0.0
-    operator: str = ""
-    m: int = 0
-    k: int = 0
-    n: int = 0
-    linearity: float = 0.0
     flops: str = ""
-    tflops: float = 0.0
-    hfu: float = 0.0
-    memory_mb: float = 0.0
 
     @property
     def table(self) -> str:
@@ -185,9 +175,9 @@ def all_runs() -> tuple[PublishedRun, ...]:
 
 def _run(row: Mapping[str, Any]) -> PublishedRun:
     known = [f.name for f in fields(PublishedRun)]
-    unknown = [key for key in row if key not in known]
+    unknown = [key for key in row if key not in (*known, *NOT_READ.split())]
     require(f"{FILE}: {row.get('id')}", unknown, not unknown, ", ".join(known))
     try:
-        return PublishedRun(**row)
+        return PublishedRun(**{key: value for key, value in row.items() if key in known})
     except TypeError as error:
         raise PlanningError(f"{FILE}: {row.get('id')}: {error}") from error

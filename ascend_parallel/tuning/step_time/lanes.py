@@ -7,21 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ascend_parallel.text.templates import render
+from ascend_parallel.tuning.step_time import schedule
 from ascend_parallel.tuning.step_time.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
-from ascend_parallel.tuning.step_time.step import StepWork, backward_of_rank, pipeline_ends, schedule_of, time_step
+from ascend_parallel.tuning.step_time.step import StepWork, backward_of_rank, pipeline_ends, time_step
 from ascend_parallel.tuning.step_time.timing import StageTimes, timetable
 
 TEMPLATE = Path(__file__).with_name("lanes.html.jinja")
 SUM, GATHER, UPDATE = "S", "G", "U"
-WORDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT: "backward, inputs",
-    WEIGHT: "backward, weights",
-    SUM: "sums of gradients",
-    GATHER: "gathers of weights",
-    UPDATE: "optimizer",
-}
+WORDS = {**schedule.WORDS, SUM: "sums of gradients", GATHER: "gathers of weights", UPDATE: "optimizer"}
 # Micro-batches of a picture: two for each rank of a pipeline, and at least eight; a step with more is drawn with these.
 LEAST_DRAWN, DRAWN_PER_RANK = 8, 2
 # Buckets of sums that are drawn one by one; more are drawn as so many.
@@ -92,7 +85,7 @@ def _passes(work: StepWork) -> list[list[Span]]:
     measured = {(FORWARD, stage): seconds for stage, seconds in enumerate(work.forward)}
     measured |= {(BACKWARD, stage): seconds for stage, seconds in enumerate(work.backward)}
     measured |= {(half, stage): seconds / 2 for half in (INPUT, WEIGHT) for stage, seconds in enumerate(work.backward)}
-    table = timetable(schedule_of(work), work.ranks, len(work.forward), work.micro_batches)
+    table = timetable(work.schedule, work.ranks, len(work.forward), work.micro_batches)
     slots = table.slots(StageTimes(send=work.send, measured=measured))
     return [
         [Span(slot.action.kind, str(slot.action.micro_batch), slot.start, slot.stop) for slot in row] for row in slots

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+ZERO_STAGES = (0, 1, 2, 3)
+# Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
+ADAM_STATES = 2
+Count = TypeVar("Count", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -35,3 +44,25 @@ class RankBytes:
     def without_buffers(self) -> dict[str, float]:
         """Return the bytes by name, for predictions that leave buffers out."""
         return {name: size for name, size in vars(self).items() if name != "buffers"}
+
+
+def zero_bytes(
+    whole: Count, own: Count, zero_stage: int, element: tuple[Count | float, Count | float, Count | float]
+) -> tuple[Count, ...]:
+    """Return the bytes of parameters, gradients and optimizer state of a rank.
+
+    whole, own
+        Elements of the parameters before, and of the rank's shards after they are partitioned over replicas.
+    element
+        The bytes of an element of each of the three.
+    """
+    parameter, gradient, optimizer = element
+    kept, summed = own if zero_stage == 3 else whole, own if zero_stage >= 2 else whole
+    return kept * parameter, summed * gradient, own * optimizer
+
+
+def optimizer_bytes(itemsize: Count, master_itemsize: Count | None, states: int = ADAM_STATES) -> Count:
+    """Return the optimizer's bytes for an element of a parameter: its states, and the master weight."""
+    if master_itemsize is None:
+        return states * itemsize
+    return (states + 1) * master_itemsize

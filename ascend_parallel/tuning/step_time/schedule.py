@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
 SINGLE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL: Mapping[str, Any] = {

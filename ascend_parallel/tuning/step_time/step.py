@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from ascend_parallel.tuning.step_time.schedule import stages_of
 from ascend_parallel.tuning.step_time.timing import rank_ends
 
-ONE = "1f1b"
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
@@ -37,7 +35,7 @@ class StepWork:
         By rank.
     """
 
-    schedule: str = ONE
+    schedule: str = "1f1b"
     micro_batches: int = 1
     forward: Sequence[float]
     backward: Sequence[float]
@@ -64,8 +62,6 @@ class StepTimes:
         From then until the last sum of gradients has ended: what is exposed.
     hidden
         The rest of the sums of the rank whose sums take the longest.
-    ends
-        When each rank's last backward ends.
     """
 
     pipeline: float
@@ -73,7 +69,6 @@ class StepTimes:
     hidden: float
     gathers: float
     optimizer: float
-    ends: tuple[float, ...]
 
     @property
     def total(self) -> float:
@@ -87,7 +82,11 @@ def time_step(work: StepWork) -> StepTimes:
     A rank sums the gradients of its stages when its last backward has them: with a pipeline, early stages' ranks finish
     last, and the others sum while they wait. The optimizer waits for all ranks (the norm of all gradients).
     """
-    ends = pipeline_ends(work)
+    return time_after(work, pipeline_ends(work))
+
+
+def time_after(work: StepWork, ends: Sequence[float]) -> StepTimes:
+    """Return the seconds of a step whose ranks' last backwards end at `ends`."""
     last = [backward_of_rank(work, rank) for rank in range(work.ranks)]
     summed = [
         end + exposed(sums, buckets, backward if work.under_backward else 0.0)
@@ -103,7 +102,6 @@ def time_step(work: StepWork) -> StepTimes:
         hidden=max(0.0, longest - gradients),
         gathers=work.gathers[slowest],
         optimizer=work.optimizer[slowest],
-        ends=tuple(ends),
     )
 
 
@@ -121,22 +119,14 @@ def pipeline_ends(work: StepWork) -> list[float]:
     """Return when each rank's last backward ends."""
     if work.ranks == 1:
         return [work.micro_batches * (sum(work.forward) + sum(work.backward))]
-    return rank_ends(
-        schedule_of(work), work.ranks, work.micro_batches, list(work.forward), list(work.backward), work.send
-    )
-
-
-def schedule_of(work: StepWork) -> str:
-    """Return the schedule that is timed: 1F1B with fewer micro-batches than stages runs all forwards first."""
-    few = work.schedule == ONE and work.micro_batches < work.ranks
-    return "gpipe" if few else work.schedule
+    return rank_ends(work.schedule, work.ranks, work.micro_batches, work.forward, work.backward, work.send)
 
 
 def backward_of_rank(work: StepWork, rank: int) -> float:
     """Return the seconds of the rank's last backward: of its stages together."""
     if work.ranks == 1:
         return sum(work.backward)
-    ranks = stages_of(schedule_of(work), work.ranks, len(work.backward))
+    ranks = stages_of(work.schedule, work.ranks, len(work.backward))
     return sum(seconds for seconds, runs in zip(work.backward, ranks, strict=True) if runs == rank)
 
 
