@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ class Tensor:
 def degrees_of(text: str) -> tuple[int, ...]:
     """Return the degrees of a text such as "1,2,4"; raises `DegreesError`."""
     words = text.split(",")
-    degrees = tuple(int(word) for word in words if word.strip().isdigit())
+    degrees = tuple(int(word) for word in words if re.fullmatch(r"\s*[0-9]+\s*", word))
     if len(degrees) < 2 or len(degrees) != len(words) or any(not each or BLOCKS % each for each in degrees):
         raise DegreesError(f"--degrees {text!r}: give two or more of 1, 2, 4 and {BLOCKS}, such as 1,2,4")
     return degrees

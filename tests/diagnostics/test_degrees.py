@@ -80,7 +80,7 @@ def test_blocks_of_all_ranks_are_compared(tmp_path):
         written(tmp_path / "4", [[("output", {"whole": "a"})], [("output", {"whole": "b"})]])
 
 
-@pytest.mark.parametrize("text", ["1", "1,3", "1,,2", "1,x", "0,1", "1,16", ""])
+@pytest.mark.parametrize("text", ["1", "1,3", "1,,2", "1,x", "0,1", "1,16", "1,²", ""])
 def test_degrees_that_are_not_allowed(text):
     with pytest.raises(DegreesError, match="give two or more of 1, 2, 4 and 8"):
         degrees_of(text)

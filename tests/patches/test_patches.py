@@ -422,7 +422,7 @@ def test_run_does_not_import_the_command_line(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("import sys; print([m for m in ('typer', 'rich') if m in sys.modules])")
     done = subprocess.run(
-        [forked_python(), "-m", "ascend_parallel", "run", str(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ascend_parallel", "run", str(script)], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
 

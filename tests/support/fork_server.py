@@ -24,7 +24,7 @@ from pathlib import Path
 
 import ascend_parallel_autoload
 
-OWN = sys.path.pop(0)  # of this script
+sys.path.pop(0)  # the folder of this script
 
 
 def main():
@@ -119,14 +119,14 @@ def run(call, files):
     os.environ.update(call["environ"])
     # A program that ends by os._exit has said what it printed.
     sys.stdout.reconfigure(line_buffering=True)
-    sys.executable = call["python"]
+    sys.executable, sys.orig_argv = call["python"], [call["python"], *call["words"]]
     os.getppid = lambda: call["parent"]
     first, *words = call["words"]
     kind, program = (first, words.pop(0)) if first in ("-c", "-m") else ("", first)
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     own = {"-c": "", "-m": str(Path.cwd())}.get(kind, str(Path(program).resolve().parent))
     sys.path[:0] = [own, *folders]
-    sys.argv = [kind if kind == "-c" else program, *words]
+    sys.argv = [kind or program, *words]
     ascend_parallel_autoload.register()  # as `import torch` does at its end
     if kind == "-m":
         runpy._run_module_as_main(program)

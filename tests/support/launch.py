@@ -24,7 +24,7 @@ def launch(code, environs, timeout=120, fresh=False):
 
     Each process has joined nothing yet; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. It begins with torch and
     megatron-core imported, and nothing of ascend_parallel; with `fresh` with nothing imported, for variables that
-    Python or torch look at as they start.
+    Python or torch look at as they start. It can import the modules of this folder.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -32,6 +32,7 @@ def launch(code, environs, timeout=120, fresh=False):
     base = {name: value for name, value in os.environ.items() if "COC" not in name}
     base |= {"WORLD_SIZE": str(len(environs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    base["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [base.get("PYTHONPATH")])])
     words = [sys.executable if fresh else forked_python(*MEGATRON), "-u", "-c", code]
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder) / f"{what}{rank}" for what in ("out", "err")] for rank in range(len(environs))]
@@ -84,8 +85,8 @@ def forked_python(*modules):
     programs = {
         "python": f"#!{sys.executable} -SE\n{imports}main({sys.executable!r}, {str(server)!r}, {namespaces()})\n"
     }
-    for name, module in (("torchrun", "torch.distributed.run"), ("ascend-parallel", "ascend_parallel")):
-        programs[name] = f'#!/bin/sh\nexec {python} -m {module} "$@"\n'
+    start = {"torchrun": "-c 'from torch.distributed.run import main; main()'", "ascend-parallel": "-m ascend_parallel"}
+    programs |= {name: f'#!/bin/sh\nexec {python} {words} "$@"\n' for name, words in start.items()}
     for name, text in programs.items():
         python.with_name(name).write_text(text)
         python.with_name(name).chmod(0o755)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
-from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner, saved_kinds
+from ascend_parallel.training.checkpoint.dcp_planner import TensorShardLoadPlanner
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import METADATA
 
@@ -122,8 +122,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 def read_whole(checkpoint: Path, metadata: Metadata, name: str) -> torch.Tensor:
     """Return a whole tensor."""
-    shape, dtype = saved_kinds(metadata)[name]
-    whole = torch.empty(shape, dtype=dtype)
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     _read(checkpoint, metadata, TensorShardLoadPlanner({name: TensorShard.whole(whole)}))
     return whole
 
