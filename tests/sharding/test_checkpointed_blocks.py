@@ -251,6 +251,13 @@ def test_memory_between_forward_and_backward(ranks, overlap):
     assert plain - single == pytest.approx(8 * numbers, rel=0.01)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_memory_of_gathered_rows(ranks, again):
+    keywords = {"rows_cut": True, "settings": {**CHUNKS, "recompute_all_gather": again}}
+    measured, estimated = ranks(2).run(memory, LAYERS, keywords)[1]
+    assert estimated == pytest.approx(measured, rel=0.1)
+
+
 @on_ranks(2)
 def test_refusals(group):
     whole = made(small_models.GPT, dropout=0.3)

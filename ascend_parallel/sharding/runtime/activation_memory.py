@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Ref, Value
-from ascend_parallel.sharding.layout import Layout, forward
+from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, with_placement
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import experts
@@ -123,12 +123,24 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     return sum(saved.kept(found.values()).values())
 
 
+def _kept_inputs(schedule: Schedule) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts of all operators' inputs as backward needs them: rows that a kernel has gathered are whole."""
+    inputs = dict(schedule.inputs)
+    for kernel in schedule.kernels.values():
+        for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True) if kernel.keeps_gathered else ():
+            layouts = list(inputs[name])
+            layouts[matmul.x] = with_placement(layouts[matmul.x], kernel.mesh_dim, REPLICATE)
+            inputs[name] = tuple(layouts)
+    return inputs
+
+
 class SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule) -> None:
         """Take a plan and its schedule."""
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
+        self._inputs = _kept_inputs(schedule)
 
     def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
         """Return the tensors kept from forward to backward."""
@@ -154,7 +166,7 @@ class SavedTensors:
             return self._by_experts(node, node.call)
         saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
         for place in saves.inputs:
-            found |= self._tensor(node.inputs[place], self._schedule.inputs[node.name][place])
+            found |= self._tensor(node.inputs[place], self._inputs[node.name][place])
         for value in (node.values[place] for place in saves.outputs):
             found |= self._tensor(value, self._schedule.layouts[value])
         if saves.inside:
@@ -181,7 +193,7 @@ class SavedTensors:
             if name in block.kept or (communicates and name in block.read_inside):
                 for value in node.values:
                     found |= self._tensor(value, self._schedule.layouts[value])
-            for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
+            for value, layout in zip(node.inputs, self._inputs[name], strict=True):
                 if not block.recompute_collectives and self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
         return found

@@ -52,6 +52,11 @@ class Kernel(ABC):
         """Whether the forward communicates. The backward always does."""
         return True
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether backward has the rows of x that the forward gathered, and does not gather them again."""
+        return False
+
     @abstractmethod
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return the output of each node, for the inputs of each node; `forward_wrapper` as for `column_linear`."""
@@ -88,6 +93,11 @@ class ColumnKernel(Kernel):
     def communicates(self) -> bool:
         """True if the forward gathers rows."""
         return self.row_dim is not None
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if the forward gathers rows, and the settings keep them."""
+        return self.communicates and not self.settings.recompute_all_gather
 
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y_shard_n [..., N / R]`` of each node, for x [..., K], weights [N / R, K] and biases [N / R]."""
