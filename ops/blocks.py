@@ -13,6 +13,7 @@ Eliminates Training-Inference Mismatch" (arXiv 2511.17826), which has it for a r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -92,10 +93,10 @@ class BlockedFeatures:
         blocks = [x_m[:, place] for place in self.slices(index)]
         return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0].contiguous()
 
-    def blocks_of(self, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Return the blocks of a tensor along dimension `dim`, each as rows [all other elements, share], contiguous."""
+    def blocks_of(self, tensor: torch.Tensor, dim: int) -> Iterator[torch.Tensor]:
+        """Yield the blocks of a tensor along dimension `dim`, each as rows [all other elements, share], contiguous."""
         rows = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
-        return [self.columns(rows, index) for index in range(self.count)]
+        return (self.columns(rows, index) for index in range(self.count))
 
     def rows(self, w: torch.Tensor, index: int) -> torch.Tensor:
         """Return the rows of block `index` of w [features, N]: contiguous, or transposed as w is."""

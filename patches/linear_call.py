@@ -177,7 +177,7 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
     if not settings.enabled:
         return None
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
-    direct = call.kind == "row" or call.added or shared or settings.at_every_degree
+    direct = call.kind == "row" or call.added or shared or settings.at_every_degree or call.own_matmul is not None
     x_dtensor, weight_dtensor = call.dtensors
     return ParallelLinear(
         group=group,

@@ -298,21 +298,22 @@ def column_forward(
 def row_forward(
     x: torch.Tensor, weight: Weight, layer: ParallelLinear, product: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum over ranks of ``x @ w``, or this rank's rows; `product` as in `OperatorCall`."""
+    """Return the sum over ranks of ``x @ w``, or this rank's rows; `product`, of any features, as in `OperatorCall`."""
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
     (w, layout), given = _right(weight), layer.input_of(x)
+    features = w.shape[1] if product is None else product.shape[-1]
     if isinstance(w, torch.Tensor):
         settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
     if not layer.sequence_parallel:
         pending = start_matmul_all_reduce(
             given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
         )
-        return shaped(layer.result(pending), (*x.shape[:-1], w.shape[1]))
+        return shaped(layer.result(pending), (*x.shape[:-1], features))
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     pending = start_matmul_reduce_scatter(given, w, group, settings, layout=layout, parts=layer.parts, product=product)
-    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), w.shape[1]))
+    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), features))
 
 
 def _right(weight: Weight) -> tuple[Weight, str]:

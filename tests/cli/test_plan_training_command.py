@@ -201,7 +201,7 @@ def test_errors_are_a_line(options, message):
     assert not list(Path.cwd().glob("*-4.toml"))
 
 
-MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "vocab_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 

@@ -12,6 +12,8 @@ from pool import on_ranks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
@@ -146,6 +148,23 @@ def test_a_class_of_later_multiplies_between_the_collectives_of_the_layer(group)
     assert on == "15 of 15 linear layers covered"
     assert other.startswith("14 of 15 linear layers covered (1 LoraLinear: its class is test_torch_native.")
     assert different == []
+
+
+@on_ranks(2)
+def test_a_forward_in_a_row_layers_place_may_have_other_features(group):
+    ascend_parallel.configure(num_chunks=4)  # the forwards are installed while the layer is parallelised
+    mesh = init_device_mesh("cpu", (2,))
+    layer = parallelize_module(torch.nn.Linear(16, 8), mesh, RowwiseParallel(input_layouts=Replicate()))
+    torch.manual_seed(1)
+    weight, x = distribute_tensor(torch.randn(6, 16), mesh, [Shard(1)]), torch.randn(128, 16)
+    layer.forward = lambda given: torch.nn.functional.linear(given, weight)
+    found = []
+    for chunks in (1, 4):
+        ascend_parallel.configure(num_chunks=chunks)
+        found.append(layer(x))
+    assert calls()["matmul_all_reduce"] > 0
+    assert found[0].shape == (128, 6)
+    assert torch.equal(*found)
 
 
 @pytest.mark.sample("layers")

@@ -23,6 +23,7 @@ from ascend_parallel.cli.app import app
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.sharding import explain, propagate
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Recompute
 from ascend_parallel.sharding.runtime.instructions import Free
@@ -225,6 +226,15 @@ def test_the_listing_counts_what_each_instruction_allocates_and_frees():
     assert totals[-1] == whole
     kept = list_instructions(plan, settings=Settings())[-1].in_use
     assert kept == 2 * whole + 2 * half  # the output, and what both layers and gelu read
+
+
+def test_rows_that_a_kernel_gathers_and_keeps_are_listed():
+    plan, listed, saved = plan_of("GPT", rows_cut=True), [], []
+    for again in (True, False):
+        settings = Settings(num_chunks=2, recompute_all_gather=again)
+        listed.append(list_instructions(plan, settings=settings)[-1].in_use)
+        saved.append(saved_bytes(plan, plan_for_rank(plan, (0,), settings).schedule, RecomputeConfig()))
+    assert listed[1] - listed[0] == saved[1] - saved[0] > 0
 
 
 class Viewed(nn.Module):

@@ -102,6 +102,7 @@ def test_groups_hide_a_part_of_the_all_to_alls():
     assert one.total - two.total == pytest.approx(one.tensor - two.tensor)
 
 
+@pytest.mark.slow  # that of models without experts is not
 def test_the_best_are_those_of_exhaustive_search():
     found = searching.search_traced(traced(), ranks=4, memory=LIMIT, hardware=HARDWARE)
     search = searching._Search(traced(), 4, LIMIT, HARDWARE, lambda text: None)

@@ -123,24 +123,18 @@ def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *,
     return sum(saved.kept(found.values()).values())
 
 
-def _kept_inputs(schedule: Schedule) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of all operators' inputs as backward needs them: rows that a kernel has gathered are whole."""
-    inputs = dict(schedule.inputs)
-    for kernel in schedule.kernels.values():
-        for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True) if kernel.keeps_gathered else ():
-            layouts = list(inputs[name])
-            layouts[matmul.x] = with_placement(layouts[matmul.x], kernel.mesh_dim, REPLICATE)
-            inputs[name] = tuple(layouts)
-    return inputs
-
-
 class SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 
     def __init__(self, plan: ShardingPlan, schedule: Schedule) -> None:
         """Take a plan and its schedule."""
         self._plan, self._graph, self._schedule = plan, plan.graph, schedule
-        self._inputs = _kept_inputs(schedule)
+        self._gathering = {
+            (name, matmul.x): kernel
+            for kernel in schedule.kernels.values()
+            if kernel.keeps_gathered
+            for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True)
+        }
 
     def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
         """Return the tensors kept from forward to backward."""
@@ -166,12 +160,21 @@ class SavedTensors:
             return self._by_experts(node, node.call)
         saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
         for place in saves.inputs:
-            found |= self._tensor(node.inputs[place], self._inputs[node.name][place])
+            read = self._schedule.inputs[node.name][place]
+            found |= self._gathered(node, place) or self._tensor(node.inputs[place], read)
         for value in (node.values[place] for place in saves.outputs):
             found |= self._tensor(value, self._schedule.layouts[value])
         if saves.inside:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
+
+    def _gathered(self, node: Node, place: int) -> _Tensors:
+        """Return the rows of an input that the operator's kernel has gathered and keeps, in place of the input."""
+        kernel = self._gathering.get((node.name, place))
+        if kernel is None:
+            return {}
+        layout = with_placement(self._schedule.inputs[node.name][place], kernel.mesh_dim, REPLICATE)
+        return {(Value(kernel.nodes[0]), INSIDE): self._bytes(node.inputs[place], layout)}
 
     def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
         """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
@@ -193,9 +196,14 @@ class SavedTensors:
             if name in block.kept or (communicates and name in block.read_inside):
                 for value in node.values:
                     found |= self._tensor(value, self._schedule.layouts[value])
-            for value, layout in zip(node.inputs, self._inputs[name], strict=True):
-                if not block.recompute_collectives and self._is_sent(value, layout):
+            if block.recompute_collectives:
+                continue
+            for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
+                if self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
+            if self._gathering and node.call is not None:
+                for place in self._saves(node, node.call).inputs:
+                    found |= self._gathered(node, place)
         return found
 
     def _saves(self, node: Node, call: OpCall) -> AutogradSaves:

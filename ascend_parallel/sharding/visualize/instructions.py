@@ -138,8 +138,9 @@ class _Listing:
                 self._share(instruction.writes, instruction.reads)
             case Run() if operator_name(instruction.node) in SHARING:
                 self._share(instruction.writes, instruction.reads[:1] * len(instruction.writes))
-            case Run():
-                inside = self._kept.get((Value(instruction.node.name), INSIDE), 0.0)
+            case Run() | RunKernel():
+                first = instruction.node.name if isinstance(instruction, Run) else instruction.kernel.nodes[0]
+                inside = self._kept.get((Value(first), INSIDE), 0.0)
                 return inside + sum(self._allocated(register) for register in instruction.writes)
             case _:
                 return sum(self._allocated(register) for register in instruction.writes)

@@ -87,9 +87,9 @@ def time_step(work: StepWork) -> StepTimes:
 
 def time_after(work: StepWork, ends: Sequence[float]) -> StepTimes:
     """Return the seconds of a step whose ranks' last backwards end at `ends`."""
-    last = [backward_of_rank(work, rank) for rank in range(work.ranks)]
+    last = [backward_of_rank(work, rank) if work.under_backward else 0.0 for rank in range(work.ranks)]
     summed = [
-        end + exposed(sums, buckets, backward if work.under_backward else 0.0)
+        end + exposed(sums, buckets, backward)
         for end, sums, buckets, backward in zip(ends, work.sums, work.buckets, last, strict=True)
     ]
     pipeline, longest = max(ends), max(work.sums)
