@@ -165,7 +165,7 @@ def test_json_has_the_parts_of_time_and_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["llama2-7b", "gpt3-175b"])
+@pytest.mark.parametrize("preset", ["llama2-7b", pytest.param("gpt3-175b", marks=pytest.mark.stress)])
 def test_a_preset_is_planned_in_its_own_sizes(preset):
     found = tell("--model", preset, "--ranks", 64, "--memory", "60GB", "--batch", 64, "--seq", 256, "--json")
     assert found.exit_code == 0, found.output

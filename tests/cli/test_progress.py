@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ LONG = [
     (("checkpoint", "convert", "{folder}/saved", "{folder}/whole.pt", "--to", "torch"), "converting"),
     (("checkpoint", "diff", "{folder}/saved", "{folder}/saved"), "comparing"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch):
+    """Ranks that a command starts begin with torch imported."""
+    monkeypatch.setattr(sys, "executable", forked_python())
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import pytest
 import small_models
 import torch
 from allocations import alive_bytes
-from dispatched import Dispatched
 from pool import on_ranks
-from sharded_models import BATCHES, CHUNKS, FORMS, MLP, compare, made, mesh_of, planned
+from sharded_models import BATCHES, CHUNKS, FORMS, MLP, collectives_of, compare, made, mesh_of, planned
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,13 +23,6 @@ from ascend_parallel.sharding.tracing.trace import trace
 
 LAYERS = {"modules": ["layers.*"]}
 SINGLE = {"modules": ["layers.*:scaled_dot_product_attention", "layers.*:gelu"]}
-
-
-def collectives_of(function):
-    """Return what a function returns, and how often it called each collective of torch.distributed."""
-    counts = Counter()
-    with Dispatched(lambda operator, _: counts.update([operator.name()] if operator.namespace == "c10d" else [])):
-        return function(), counts
 
 
 def bits(model, batch):

@@ -19,6 +19,7 @@ from sharded_models import (
     S2,
     C,
     calls_of,
+    collectives_of,
     compare,
     made,
     mesh_of,
@@ -110,6 +111,19 @@ def test_sequence_parallel_llama(group):
         "all_gather_matmul",
         "the gather of its rows over mp, transposed for S(1), one matmul with linear_1, linear_2",
     )
+
+
+@on_ranks(2)
+def test_one_chunk_runs_no_collective_more_than_without_overlap(group):
+    found, batch = [], (torch.randn(48, 2, 12, dtype=torch.float64),)
+    model = made(MLP)
+    plan = sequence_parallel(trace(model, batch), mesh_of((2,)))
+    for overlap in (False, True):
+        sharded = ShardedModule(model, plan, overlap=overlap, settings=Settings(auto=True))
+        y, forward = collectives_of(lambda sharded=sharded: sharded(*batch))
+        _, backward = collectives_of(y.sum().backward)
+        found.append(sum(forward.values()) + sum(backward.values()))
+    assert found[1] == found[0] > 0
 
 
 class Products(nn.Module):

@@ -1,6 +1,9 @@
 """What tests of sharded execution share: models, their batches, plans and the comparison with the whole model."""
 
+from collections import Counter
+
 import torch
+from dispatched import Dispatched
 from plans import by_hand
 from torch import nn
 from torch.nn import functional as F
@@ -106,6 +109,13 @@ def seen(sharded):
         for one, count in sharded.collective_counts.items()
         if one.reader != one.value.node
     }
+
+
+def collectives_of(function):
+    """Return what a function returns, and how often it called each collective of torch.distributed."""
+    counts = Counter()
+    with Dispatched(lambda operator, _: counts.update([operator.name()] if operator.namespace == "c10d" else [])):
+        return function(), counts
 
 
 def calls_of(counts):
