@@ -48,6 +48,9 @@ def main():
             if ready is listening:
                 connection, _ = listening.accept()
                 call, files = received(connection)
+                if call is None:  # who asked has ended before it said what
+                    connection.close()
+                    continue
                 if (process := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -56,16 +59,15 @@ def main():
                     return call, files
                 for file in files:
                     os.close(file)
-                connection.sendall(f"{process}\n".encode())
                 asked[process] = connection
                 waiting.register(connection, selectors.EVENT_READ)
+                say(connection, process)
             elif ready == wake:
                 os.read(wake, 1024)
                 for process, status in ended():
                     answer(asked.pop(process), status, waiting)
             elif ready == sys.stdin.fileno():
-                for process in asked:
-                    killed(process)
+                killed(*asked)
                 return None
             else:  # who asked has ended
                 waiting.unregister(ready)
@@ -73,11 +75,15 @@ def main():
 
 
 def received(connection):
-    """Return the call that a connection sends, and its three files."""
+    """Return the call that a connection sends, and its three files; None for a call that does not come whole."""
     head, files, _, _ = socket.recv_fds(connection, 8, 3)
-    rest, text = int.from_bytes(head, "big"), b""
-    while len(text) < rest:
-        text += connection.recv(rest - len(text))
+    size, text = int.from_bytes(head, "big"), b""
+    while len(text) < size and (more := connection.recv(size - len(text))):
+        text += more
+    if not head or len(text) < size:
+        for file in files:
+            os.close(file)
+        return None, []
     return json.loads(text), files
 
 
@@ -85,15 +91,22 @@ def answer(connection, status, waiting):
     """Tell the exit status, if somebody still asks for it."""
     if connection in waiting.get_map():
         waiting.unregister(connection)
-        connection.sendall(f"{status}\n".encode())
+        say(connection, status)
     connection.close()
 
 
+def say(connection, number):
+    """Send a number to who asked, unless it has ended, which the connection then tells."""
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{number}\n".encode())
+
+
 def killed(*processes):
-    """Kill these processes with all that they started in their sessions."""
+    """Kill these processes, which may not have begun their sessions, with all that they started in them."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(process, signal.SIGKILL)
 
 
 def ended():
