@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ascend_parallel.ops.registry import usual_chunks
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import (
@@ -93,7 +92,7 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     held_weights
         Only weights and biases that the model holds may be of one matmul.
     """
-    builder = _ScheduleBuilder(plan, _keeping_gathered_if_whole(settings), held_weights)
+    builder = _ScheduleBuilder(plan, settings, held_weights)
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
@@ -107,15 +106,6 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     for mesh_dim in dims:
         builder.columns(matmuls, mesh_dim)
     return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
-
-
-def _keeping_gathered_if_whole(settings: Settings) -> Settings:
-    """Return settings under which matmuls in one chunk keep the rows that they gather, as a plan without overlap does.
-
-    Without chunks a second gather in backward would be a collective more than without overlap.
-    """
-    cut = settings.fused or settings.plan is not None or settings.customized_coc or usual_chunks(settings) > 1
-    return settings if cut else replace(settings, recompute_all_gather=False)
 
 
 _Column = tuple[Node, Matmul]
