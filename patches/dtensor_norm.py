@@ -48,17 +48,18 @@ def _handlers() -> dict[Any, Any]:
 
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else 2
-    of_all = all(option is None for option in args[2:3]) and len(args) < 4
-    if order != 2 or not of_all or kwargs or not _sharded(x):
+    of_all = all(option is None for option in args[2:3]) and len(args) < 4 and kwargs.keys() <= {"dtype"}
+    if order != 2 or not of_all or not _sharded(x):
         return _by_torch(operator, args, kwargs)
-    return _norm_of(x)
+    return _norm_of(x, kwargs.get("dtype"))
 
 
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if order != 2 or not any(map(_sharded, tensors)):
         return _by_torch(operator, args, kwargs)
-    return [_norm_of(x) if _sharded(x) else torch.linalg.vector_norm(x) for x in tensors]
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return [_norm_of(x, dtype) if _sharded(x) else torch.linalg.vector_norm(x, dtype=dtype) for x in tensors]
 
 
 def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,8 +74,11 @@ def _sharded(x: Any) -> bool:
     return isinstance(x, DTensor) and any(isinstance(each, Shard) for each in x.placements)
 
 
-def _norm_of(x: DTensor) -> DTensor:
-    """Return the norm of x, sharded on the only dimension of its mesh, in fp32 or float64."""
+def _norm_of(x: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """Return the norm of x, sharded on the only dimension of its mesh, summed in fp32 or float64.
+
+    dtype: x is converted to it first, and the norm has it; None: that of x.
+    """
     if x.device_mesh.ndim > 1:
         raise DegreeError(
             f"COC_DETERMINISTIC=tp: the norm of a DTensor placed as {x.placements} on {x.device_mesh.ndim} "
@@ -82,8 +86,9 @@ def _norm_of(x: DTensor) -> DTensor:
         )
     group, (placement,) = x.device_mesh.get_group(), x.placements
     assert isinstance(placement, Shard)
-    total = sum_of_blocks(list(squares_of_blocks(x.to_local(), [x.shape[placement.dim]], placement.dim, group)), group)
-    return DTensor.from_local(total.sqrt().to(x.dtype), x.device_mesh, [Replicate()], run_check=False)
+    local = x.to_local().to(dtype or x.dtype)
+    total = sum_of_blocks(list(squares_of_blocks(local, [x.shape[placement.dim]], placement.dim, group)), group)
+    return DTensor.from_local(total.sqrt().to(local.dtype), x.device_mesh, [Replicate()], run_check=False)
 
 
 def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, group: Any) -> torch.Tensor:

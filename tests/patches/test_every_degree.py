@@ -155,20 +155,26 @@ def test_chunks_and_eight_ranks_change_nothing(ranks, path):
 
 
 def norms(group):
-    """The norm of a sharded DTensor, asked for in each way in which torch does."""
+    """The norm of a sharded DTensor in fp32 and in float64, each asked for in every way in which torch does."""
     x = torch.randn(512, 96, generator=torch.Generator().manual_seed(0))
     sharded = distribute_tensor(x, init_device_mesh("cpu", (group.size(),)), [Shard(0)])
     install_norms()
     try:
-        found = [torch.linalg.vector_norm(sharded), torch.linalg.vector_norm(sharded, 2.0)]
-        found += [torch.nn.utils.get_total_norm([sharded], foreach=foreach) for foreach in (None, False)]
-        return [norm.full_tensor().item().hex() for norm in found]
+        narrow = [torch.linalg.vector_norm(sharded), torch.linalg.vector_norm(sharded, 2.0)]
+        narrow += [torch.nn.utils.get_total_norm([sharded], foreach=foreach) for foreach in (None, False)]
+        wide = [torch.linalg.vector_norm(sharded, dtype=torch.float64)]
+        wide += torch._foreach_norm([sharded], 2, torch.float64)
+        wide += torch._foreach_norm([sharded], 2, dtype=torch.float64)
+        assert {norm.dtype for norm in narrow} == {torch.float32}
+        assert {norm.dtype for norm in wide} == {torch.float64}
+        return [[norm.full_tensor().item().hex() for norm in found] for found in (narrow, wide)]
     finally:
         remove_norms()
 
 
 def test_a_norm_has_the_same_bits_however_it_is_asked_for(ranks):
-    assert len({norm for count in (2, 4) for of_rank in ranks(count).run(norms) for norm in of_rank}) == 1
+    of_ranks = [found for count in (2, 4) for found in ranks(count).run(norms)]
+    assert [len({norm for found in kind for norm in found}) for kind in zip(*of_ranks, strict=True)] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,23 @@ def test_sums_of_gradients_under_the_backward_by_events_in_time(rows, widths):
     assert (chosen.bound or chosen.cost) <= min(found) * (1 + 1e-9), "no plan costs less than the bound"
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_second_gather_costs_only_where_it_runs_by_events_in_time(again):
+    """A layer on half of the rows, then a column layer that gathers them: what its collectives add to its matmuls."""
+    settings = Settings(mode=2, recompute_all_gather=again)
+    with torch.device("meta"):
+        graph = trace(Tower(WIDTH, WIDTH, 128), (torch.zeros(ROWS, WIDTH),))
+    layouts = {"layers.0": ([("mp", 1), (1, 1)], [("mp", 1)]), "layers.1": ([(1, 1), ("mp", 1)], [(1, "mp")])}
+    plan = propagate(graph, on(2), layouts, hardware=hardware(), overlap=True, settings=settings)
+    ((forward, backward),) = exposed_collectives(plan).kernels.values()
+    once, sent = matmul(ROWS, WIDTH, 64), collective(ROWS * WIDTH, 1)
+    assert forward == pytest.approx(sent, rel=1e-6)
+    first = [("link", sent, ()), ("compute", once, ())] if again else [("compute", once, ())]
+    place = len(first)
+    ended = ends([*first, ("link", sent, (place - 1,)), ("compute", once, tuple(range(place)))])
+    assert backward == pytest.approx(ended - 2 * once, rel=1e-6)
+
+
 class Gated(nn.Module):
     """Layers with two matmuls of one input; with `after` the norm is after the sum, and the residual reads it too."""
 

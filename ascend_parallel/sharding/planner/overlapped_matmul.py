@@ -230,7 +230,9 @@ class ExposedCosts:
             dtype=matmul.dtype,
             device=model[0].hardware.device,
         )
-        forward, backward = (self._exposed(LinearPass(model[0], linear, run)) for run in (FORWARD, BACKWARD))
+        again = self._settings.recompute_all_gather
+        passes = (LinearPass(model[0], linear, run, gathers_again=again) for run in (FORWARD, BACKWARD))
+        forward, backward = map(self._exposed, passes)
         return forward, backward
 
     def _exposed(self, part: LinearPass) -> float:

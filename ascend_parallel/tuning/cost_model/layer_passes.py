@@ -21,8 +21,11 @@ FORWARD, BACKWARD = "forward", "backward"
 class LinearPass:
     """Forward or backward of one layer on one rank; all times in seconds."""
 
-    def __init__(self, costs: CostModel, linear: Linear, direction: str) -> None:
-        """Set up the pass `direction` ("forward" or "backward") of `linear`."""
+    def __init__(self, costs: CostModel, linear: Linear, direction: str, *, gathers_again: bool = True) -> None:
+        """Set up the pass `direction` ("forward" or "backward") of `linear`.
+
+        gathers_again: a column layer's backward gathers the rows of its input (`recompute_all_gather`).
+        """
         self.costs, self.linear, self.direction = costs, linear, direction
         forward = direction == FORWARD
         self.problem: Problem | None = linear.problem(direction)
@@ -30,7 +33,7 @@ class LinearPass:
         k, n = (linear.k, linear.n) if forward else (linear.n, linear.k)
         self.matmul = costs.matmul(linear.m, k, n, item)
         self.tail = 0.0 if forward else costs.matmul(linear.n, linear.m, linear.k, item)
-        self.gathers_input = not forward and linear.kind == COLUMN and linear.sequence_parallel
+        self.gathers_input = gathers_again and not forward and linear.kind == COLUMN and linear.sequence_parallel
 
     @property
     def computation(self) -> float:
