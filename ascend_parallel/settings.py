@@ -147,6 +147,11 @@ class Settings(OperatorSettings):
 
     __hash__ = OperatorSettings.__hash__
 
+    @property
+    def tunes(self) -> bool:
+        """Whether the chunks of matmuls are measured in the run: COC_TUNE or COC_PARALLEL_NUM=auto, in force."""
+        return bool(self.tune or self.auto) and not self.fused and self.effective_mode == 2
+
     @cached_property
     def for_operators(self) -> OperatorSettings:
         """The fields of `OperatorSettings`."""

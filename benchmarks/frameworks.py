@@ -8,7 +8,7 @@ benchmarks/training.py (megatron), and a planned GPT (examples/sharding), whose 
 backward and AdamW's step, fp32, 2 ranks. The table has medians, and the ratio plain / variant, paired by round, with a
 bootstrap interval; "communication" is its share of the plain step, from a timeline of the layers run without chunks
 (COC_MODE=1). "first step" includes auto's search for chunks. Steps in which COC_REGION=auto decides are not timed;
-below the table stands what it decided. Matmuls of a plan are cut by a number alone: `auto` leaves them whole.
+below the table stands what it decided.
 """
 
 from __future__ import annotations

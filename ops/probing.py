@@ -44,11 +44,13 @@ def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> 
 
 @contextmanager
 def without_grad_and_modes() -> Iterator[None]:
-    """Disable autograd, dispatch modes, function modes and autocast, for work that is no part of the user's call.
+    """Disable autograd, inference, dispatch and function modes, and autocast: for work outside of the user's call.
 
     What is not on is not switched off: torch's contexts take longer than a small operator.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         pre_dispatch = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         if pre_dispatch or torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())

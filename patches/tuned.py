@@ -28,7 +28,7 @@ def tuner_of(settings: Settings) -> Tuner | None:
     if not settings.tune and not settings.auto:
         return None
     option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
-    if settings.fused or settings.effective_mode != 2:
+    if not settings.tunes:
         why = "USE_COC_FUSED_KERNEL=1 runs without chunks" if settings.fused else f"COC_MODE={settings.mode}"
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("%s has no effect: %s", option, why)
@@ -44,7 +44,7 @@ def all_kept_whole(settings: Settings) -> str | None:
         return None
     option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
     passes = f"the {len(CHUNKS)} matmuls with a collective" if len(CHUNKS) > 1 else "the matmul with a collective"
-    return f"{option} measured {passes}: whole is faster here, so the framework's own layers ran; nothing is lost"
+    return f"{option} measured {passes}: whole is faster here, so they ran as without overlap; nothing is lost"
 
 
 def case_of(

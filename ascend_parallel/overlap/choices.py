@@ -145,17 +145,9 @@ def overlap_in_words(settings: Settings) -> str:
 
 
 def chunks_in_words(settings: Settings) -> str:
-    """Return the chunks of a planned graph's operators in words; a single chunk is "off".
-
-    These operators ignore "auto" and COC_TUNE, which choose only for Megatron's layers.
-    """
-    chunks = usual_chunks(settings)
+    """Return the chunks of a planned graph's operators in words; a single chunk is "off"."""
     if settings.effective_mode == 1:
         return "1 chunk: off (COC_MODE=1)"
-    if (settings.auto or settings.tune) and chunks == 1 and not settings.fused and settings.plan is None:
-        return "1 chunk: off (auto and COC_TUNE choose for Megatron's layers alone; give a number of chunks)"
-    if settings.auto or settings.tune:
-        return _counted(chunks)
     return _how(settings) or "1 chunk: off (COC_PARALLEL_NUM=4, or settings=Settings(num_chunks=4), cuts them)"
 
 

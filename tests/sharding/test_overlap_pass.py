@@ -1,10 +1,12 @@
 """The overlap pass: matmuls fused with collectives, against values and gradients of the unsharded model in float64."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import small_models
 import torch
+import torch.distributed as dist
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -26,17 +28,24 @@ from sharded_models import (
     planned,
     seen,
     sequence_parallel,
+    step,
+    tensor_parallel,
     tokens_of,
 )
 from torch import nn
 
 import ascend_parallel
 from ascend_parallel import Settings
+from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
+from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
+from ascend_parallel.tuning.measured import tuner
+from ascend_parallel.tuning.measured.tuner import TunedPass
 
 
 def run_mlp(group, form, shape, overlap, settings=(), bias=True):
@@ -119,13 +128,97 @@ def test_one_chunk_that_keeps_its_gathered_rows_runs_the_collectives_of_no_overl
     model = made(MLP)
     plan = sequence_parallel(trace(model, batch), mesh_of((2,)))
     for overlap, again in ((False, True), (True, False), (True, True)):
-        settings = Settings(auto=True, recompute_all_gather=again)
+        settings = Settings(mode=2, recompute_all_gather=again)
         sharded = ShardedModule(model, plan, overlap=overlap, settings=settings)
         y, forward = collectives_of(lambda sharded=sharded: sharded(*batch))
         _, backward = collectives_of(y.sum().backward)
         found.append(sum(forward.values()) + sum(backward.values()))
     without, kept, again = found
     assert again > kept == without > 0
+
+
+def in_two_chunks(layer, operator, parts):
+    """Keep two chunks, in place of what is timed. A block's second run, in backward, must measure nothing."""
+    assert torch._C._current_graph_task_id() == -1
+    return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2)), 1.0, 0.5)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recompute", [None, "keep", "recompute"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@on_ranks()
+def test_what_was_measured_cuts_the_matmuls_of_a_plan(group, form, recompute):
+    model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = FORMS[form](trace(model, (x,)), mesh_of((group.size(),)))
+    again = recompute and Recompute(modules=[""], collectives=recompute)
+    sharded = ShardedModule(model, plan, settings=Settings(auto=True), recompute=again)
+    with mock.patch.object(tuner, "confirmed", in_two_chunks):
+        compare(model, sharded, x)
+    ascend_parallel.ops.COUNTS.clear()
+    compare(model, sharded, x)
+    counts = ascend_parallel.ops.COUNTS.as_dict()
+    assert all(count["chunks"] == 2 * count["calls"] > 0 for count in counts.values()), counts
+    assert len(counts) == (1 if form == "tensor" else 2)
+
+
+@on_ranks(4)
+def test_replicas_run_the_same_chunks(group):
+    """Each half of the ranks measures another number of chunks: both run the fewest."""
+
+    def unlike(layer, operator, parts):
+        return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2 + dist.get_rank() // 2)), 1.0, 0.5)
+
+    model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cuts = {"up": (((None, None, None), ("mp", None)), None), "down": (((None, None, "mp"), (None, "mp")), None)}
+    plan = propagate(trace(model, (x.requires_grad_(),)), mesh_of((2, 2)), cuts, hardware="cpu-gloo")
+    sharded = ShardedModule(model, plan, overlap=True, settings=Settings(auto=True))
+    with mock.patch.object(tuner, "confirmed", unlike):
+        sharded(x)
+    ascend_parallel.ops.COUNTS.clear()
+    compare(model, sharded, x.detach())
+    counts = ascend_parallel.ops.COUNTS.as_dict()
+    assert counts
+    assert all(count["chunks"] == 2 * count["calls"] for count in counts.values()), counts
+
+
+@on_ranks(2)
+def test_the_first_call_may_be_an_inference(group):
+    # Rows of no other test here: what a process has measured it knows.
+    model, x = made(MLP), torch.randn(60, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
+    sharded = ShardedModule(model, plan, settings=Settings(auto=True))
+    measured = []
+
+    def timed(layer, operator, parts):
+        measured.append(layer.time_sizes(operator, ((parts.rows,),), 1))
+        return in_two_chunks(layer, operator, parts)
+
+    with mock.patch.object(tuner, "confirmed", timed):
+        with torch.inference_mode():
+            sharded(x)
+        assert len(measured) == 4
+        compare(model, sharded, x)
+    assert len(measured) == 4
+
+
+@on_ranks(2)
+def test_weights_whose_slices_differ_do_not_overlap(group):
+    """By hand, since no search cuts them so: 13 and 12 columns could be cut in unlike chunks."""
+    model, x = made(MLP, wide=25), torch.randn(48, 12, 12, dtype=torch.float64)
+    sharded = ShardedModule(model, tensor_parallel(trace(model, (x,)), mesh_of((2,))), settings=Settings(num_chunks=2))
+    compare(model, sharded, x)
+    assert {fusion.operator for fusion in sharded.fused} == {""}
+
+
+@on_ranks(2)
+def test_what_stays_whole_has_the_bits_of_one_chunk(group):
+    model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, found = sequence_parallel(trace(model, (x,)), mesh_of((2,))), []
+    for settings in (Settings(mode=2), Settings(auto=True)):
+        sharded = ShardedModule(model, plan, settings=settings)
+        found.append([*step(sharded, x), sharded.full_gradients()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 class Products(nn.Module):

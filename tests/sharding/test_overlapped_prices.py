@@ -30,6 +30,7 @@ from ascend_parallel.training import Strategy, plan_training
 from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.degrees.work import work_of
 from ascend_parallel.training.options import OverlapOptions
+from ascend_parallel.tuning.cost_model.chunk_search import MOST_CHUNKS
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
@@ -303,6 +304,22 @@ def test_where_chunks_cost_more_than_they_hide_the_price_says_so():
     plain, chunked = (propagate(graph, on(4), cuts, overlap=overlap, settings=CHUNKS) for overlap in (False, True))
     assert chunked.cost == pytest.approx(price(chunked) - chunked.hidden_sums, rel=1e-9)
     assert chunked.cost + chunked.hidden_sums > plain.cost
+
+
+def test_chunks_that_are_measured_in_the_run_cost_the_best_number_of_them():
+    """Each pass of each kernel, beside that pass in every number of chunks; shapes for which some chunks win."""
+    with torch.device("meta"):
+        graph = trace(Gated(1024, 2048, layers=1), (torch.zeros(8, 128, 1024),))
+    cuts = {"gate.*": ([None, ("mp", 1)], None), "up.*": ([None, ("mp", 1)], None), "down.*": ([None, (1, "mp")], None)}
+    given = [Settings(num_chunks=count, mode=2) for count in range(1, MOST_CHUNKS + 1)]
+    auto, *counted = (
+        exposed_collectives(propagate(graph, on(2), cuts, hardware=hardware(), overlap=True, settings=settings)).kernels
+        for settings in (Settings(auto=True), *given)
+    )
+    for name, passes in auto.items():
+        best = [min(found) for found in zip(*(kernels[name] for kernels in counted), strict=True)]
+        assert passes == pytest.approx(best, rel=1e-9)
+    assert sum(map(sum, auto.values())) < 0.9 * sum(map(sum, counted[0].values()))
 
 
 def test_a_setting_that_fits_only_some_options_is_no_error():

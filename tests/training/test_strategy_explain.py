@@ -90,7 +90,10 @@ def test_equal_stages_in_a_row_are_told_once():
     [
         (Settings(num_chunks=4), "can overlap; 4 chunks (COC_PARALLEL_NUM=4)"),
         (Settings(num_chunks=4, mode=1), "can overlap; 1 chunk: off (COC_MODE=1)"),
-        (Settings(auto=True), "can overlap; 1 chunk: off (auto and COC_TUNE choose for Megatron's layers alone"),
+        (
+            Settings(auto=True),
+            "can overlap; the chunks that a model and measurements find best (COC_PARALLEL_NUM=auto)",
+        ),
         (Settings(fused=True), "can overlap; fused operators where they can run, else 4 chunks"),
     ],
 )

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from layers import Layers
 from logged import logged
 from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import ascend_parallel
 from ascend_parallel import Settings
@@ -173,6 +176,21 @@ def test_every_rank_finds_the_same(ranks, count, tmp_path, monkeypatch):
         ("forward", "matmul_reduce_scatter"),
         ("backward", "all_gather_matmul"),
     ]
+
+
+@on_ranks(4)
+def test_groups_of_another_size_are_measured_and_not_kept(group):
+    """A plan may have matmuls along mesh dimensions of unequal sizes; a file is of one."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp")).get_group("mp")
+    with tempfile.TemporaryDirectory() as folder, logged(lambda record: record.getMessage()) as lines:
+        path = Path(folder) / "plan.json"
+        found = Tuner(Settings(tune=str(path)))
+        sizes = [found.settings_for(CASE, each, backward=False).plan.machine.ranks for each in (group, pair)]
+        dist.barrier(group)
+        if group.rank() == 0:
+            assert json.loads(path.read_text(encoding="utf-8"))["machine"]["ranks"] == 4
+            assert f"COC_TUNE: {path} is of groups of 4 ranks; what is measured on 2 is not kept" in lines
+    assert sizes == [4, 2]
 
 
 def decided(group, path, seconds):

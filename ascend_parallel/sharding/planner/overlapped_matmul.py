@@ -241,12 +241,15 @@ class ExposedCosts:
         return max(0.0, self._in_chunks(part, part.problem) - part.computation)
 
     def _in_chunks(self, part: LinearPass, problem: Problem) -> float:
-        """Return the seconds of a pass in the chunks that will run; of a fused operator, in the best number of them."""
+        """Return the seconds of a pass in the chunks that will run.
+
+        Of a fused operator, and of chunks that are measured in the run, in the best number of them.
+        """
         settings = self._settings
         if part.direction == BACKWARD:
             settings = self._column_backward if part.linear.kind == COLUMN else self._backward
         choice = choose(problem, settings)
-        if choice.kernel in FUSED:
+        if choice.kernel in FUSED or (settings.tunes and not choice.given):
             return min(part.seconds(split_rows(problem.rows, count)) for count in range(1, MOST_CHUNKS + 1))
         return part.seconds(choice.sizes)
 

@@ -20,6 +20,7 @@ from ascend_parallel.sharding.layout import (
     SUM,
     Layout,
     Placement,
+    is_even,
     largest_local_shape,
     with_placement,
 )
@@ -194,8 +195,8 @@ class _ScheduleBuilder:
     def _group(self, group: list[_Column], mesh_dim: int, placement: Placement) -> bool:
         """Fuse columns that differ only in their weights into one kernel; return False if a column has an obstacle."""
         node, matmul = group[0]
-        reason = self._column_obstacle(node, matmul, mesh_dim, placement)
-        if reason:
+        obstacles = (self._column_obstacle(member, its, mesh_dim, placement) for member, its in group)
+        if reason := next(filter(None, obstacles), ""):
             self._refuse(group, reason)
             return False
         rows = placement.kind == "shard"
@@ -238,6 +239,8 @@ class _ScheduleBuilder:
     def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[Placement]) -> str:
         """Return why a row matmul cannot be fused; "" if it can."""
         value = Value(node.name)
+        if uneven := self._uneven_text(node, matmul):
+            return uneven
         if len(targets) > 1:
             return f"its partial sums are read as {' and '.join(sorted(map(str, targets)))}"
         (target,) = targets
@@ -245,9 +248,17 @@ class _ScheduleBuilder:
 
     def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, placement: Placement) -> str:
         """Return why a column matmul cannot be fused; "" if it can."""
+        if uneven := self._uneven_text(node, matmul):
+            return uneven
         shape, read = self._graph.meta(node.inputs[matmul.x]).shape, self.inputs[node.name][matmul.x]
         output = self.layouts[Value(node.name)]
         return column_obstacle(matmul, shape, read, output, self._mesh, mesh_dim, placement)
+
+    def _uneven_text(self, node: Node, matmul: Matmul) -> str:
+        """Return why ranks might cut a matmul in unlike chunks: the slices of its weight differ; "" if they do not."""
+        shape, layout = self._graph.meta(node.inputs[matmul.weight]).shape, self.inputs[node.name][matmul.weight]
+        even = is_even(shape, layout, self._mesh.shape)
+        return "" if even else f"the slices of its weight {list(shape)} are not of the same size"
 
     def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
@@ -265,7 +276,8 @@ class _ScheduleBuilder:
         names = tuple(node.name for node, _ in group)
         matmuls = tuple(matmul for _, matmul in group)
         self._done |= set(names)
-        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, self._settings)
+        trained = any(Value(name) in self._differentiable for name in names)
+        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, self._settings, trained)
 
     def _refuse(self, group: list[_Column], reason: str) -> None:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]

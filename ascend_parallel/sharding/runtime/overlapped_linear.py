@@ -5,17 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, ClassVar
 
 import torch
 
+from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.overlapped_matmul import Matmul
 from ascend_parallel.sharding.runtime.regather import note_joined
+from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
+from ascend_parallel.tuning.measured.pass_times import Case
+from ascend_parallel.tuning.measured.tuner import Tuner
 
 Tensors = Sequence[torch.Tensor]
 
@@ -29,6 +33,8 @@ class Kernel(ABC):
     row_dim
         The dimension of the rows that are gathered or scattered; None for an all-reduce. The operators need rows in the
         first dimension, so another dimension is moved to the front: a copy, unless all dimensions before have size 1.
+    differentiable
+        Whether the plan has a backward of these matmuls.
     """
 
     nodes: tuple[str, ...]
@@ -37,6 +43,9 @@ class Kernel(ABC):
     mesh_dim: int
     row_dim: int | None
     settings: Settings
+    differentiable: bool = True
+
+    kind: ClassVar[str]
 
     @cached_property
     def layer(self) -> ParallelLinear:
@@ -69,17 +78,49 @@ class Kernel(ABC):
         self,
         function: Callable[..., torch.Tensor],
         x: torch.Tensor,
-        *operands: torch.Tensor | None,
+        weight: torch.Tensor,
+        *bias: torch.Tensor | None,
         forward_wrapper: ForwardWrapper,
         parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Return ``function(x, *operands, layer)`` with the rows in the first dimension, and back in their own."""
-        layer = self.layer if forward_wrapper is run_directly else replace(self.layer, forward_wrapper=forward_wrapper)
+        """Return ``function(x, weight, *bias, layer)`` with the rows in the first dimension, and back in their own."""
+        if self.row_dim:
+            x = x.movedim(self.row_dim, 0)
+        layer = self._tuned(x, weight) if self.settings.tunes else self.layer
+        if forward_wrapper is not run_directly:
+            layer = replace(layer, forward_wrapper=forward_wrapper)
         if parts and self.settings.at_every_degree:
             layer = replace(layer, parts=parts)
-        if not self.row_dim:
-            return function(x, *operands, layer)
-        return function(x.movedim(self.row_dim, 0), *operands, layer).movedim(0, self.row_dim)
+        y = function(x, weight, *bias, layer)
+        return y.movedim(0, self.row_dim) if self.row_dim else y
+
+    def _tuned(self, x: torch.Tensor, weight: torch.Tensor) -> ParallelLinear:
+        """Return the layer with the chunks that are measured at the first call: of the forward and of the backward.
+
+        The backward's too if this call has none: a block that is recomputed runs its forward again inside of it, and
+        ranks may come to that in an order of their own.
+        """
+        key = x.shape, weight.shape, operand_dtype(weight), x.device.type
+        if key not in self._tuned_layers:
+            case = Case(
+                kind=self.kind,
+                rows=x.shape[:-1].numel(),
+                n=weight.shape[0],
+                k=weight.shape[1],
+                dtype=operand_dtype(weight),
+                device=x.device.type,
+                sequence_parallel=self.row_dim is not None,
+            )
+            others = (dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim != self.mesh_dim)
+            found = _tuner(self.settings).settings_for(
+                case, self.layer.group, backward=self.differentiable, replicas=[*map(self.mesh.group, others)]
+            )
+            self._tuned_layers[key] = replace(self.layer, settings=found)
+        return self._tuned_layers[key]
+
+    @cached_property
+    def _tuned_layers(self) -> dict[tuple[torch.Size, torch.Size, torch.dtype, str], ParallelLinear]:
+        return {}
 
 
 class ColumnKernel(Kernel):
@@ -88,6 +129,8 @@ class ColumnKernel(Kernel):
     Without `row_dim` x is replicated, and the all-reduce of its gradient overlaps with the weight gradient. With
     `row_dim` x is this rank's rows, and their all-gather overlaps with the matmul.
     """
+
+    kind = COLUMN
 
     @property
     def communicates(self) -> bool:
@@ -113,11 +156,19 @@ class ColumnKernel(Kernel):
 class RowKernel(Kernel):
     """A linear layer with its weight sharded along K: the sum over ranks, or with `row_dim` this rank's rows of it."""
 
+    kind = ROW
+
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node with its bias [N] added, for x [..., K / R] and the weight [N, K / R]."""
         (tensors,), (matmul,) = inputs, self.matmuls
         y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
         return [y if matmul.bias is None else y + tensors[matmul.bias]]
+
+
+@cache
+def _tuner(settings: Settings) -> Tuner:
+    """Return the tuner of all kernels with these settings: stages and layers share what was measured."""
+    return Tuner(settings)
 
 
 def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:

@@ -68,7 +68,7 @@ class ExpertGroups:
         The settings are not enabled where the framework's own layer is as fast.
         """
         settings = self._settings
-        if not (settings.auto or settings.tune) or settings.fused or settings.effective_mode != 2:
+        if not settings.tunes:
             return settings
         measured = self._measured.setdefault(group, {})
         if problem not in measured:

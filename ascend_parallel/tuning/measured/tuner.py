@@ -7,7 +7,7 @@ sizes, or one chunk if overlap loses. Every decision uses only numbers that all 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -108,14 +108,22 @@ class Tuner:
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
         self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
         self._logged: set[tuple[LayerOperator, str]] = set()
+        self._degree: int | None = None  # ranks of the groups whose entries the file keeps: those of the first group
 
     def settings_for(
-        self, case: Case, group: dist.ProcessGroup, *, backward: bool, agree: Callable[[], None] = lambda: None
+        self,
+        case: Case,
+        group: dist.ProcessGroup,
+        *,
+        backward: bool,
+        agree: Callable[[], None] = lambda: None,
+        replicas: Sequence[dist.ProcessGroup] = (),
     ) -> Settings:
         """Return settings whose plan has an entry for each pass of this layer.
 
         The first call with a case runs `agree` and then communicates on `group`, unless no pass of the case has a
-        collective.
+        collective; then on each of `replicas`, whose ranks measure the same case in groups of their own and have to
+        run the same chunks: sums over more than two ranks have the bits of their chunks.
         """
         known = self._known.setdefault(group, {})
         if (case, backward) not in known:
@@ -130,9 +138,11 @@ class Tuner:
                 plan = plan.with_entries(
                     tuple(self._entry(case, operator, group, plan.machine) for operator in missing)
                 )
-                self._plans[group] = plan
-                if self._measure and group.rank() == 0:
-                    self._save(plan)
+            for other in replicas:
+                plan = _as_replicas(plan, passes, case, other)
+            self._plans[group] = plan
+            if missing and self._measure and group.rank() == 0:
+                self._save(plan)
             self._log_known(plan, passes, case)
             entries = [plan.entry_of(operator, case.dtype) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
@@ -159,6 +169,15 @@ class Tuner:
         """Return the plan file as the group's first rank reads it, or an empty plan; the same plan on every rank."""
         backend: str = group._get_backend(torch.device(device)).name()
         here = this_machine(group.size(), torch.device(device), backend)
+        if self._degree is None:
+            self._degree = group.size()
+        if not self._keeps(here) and dist.get_rank() == 0:
+            log.warning(
+                "COC_TUNE: %s is of groups of %d ranks; what is measured on %d is not kept",
+                self._file,
+                self._degree,
+                group.size(),
+            )
         read = self._read(here) if group.rank() == 0 else ""
         mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
         values = exchange(group, "the plan's reading", mine, DisagreementError)
@@ -170,6 +189,8 @@ class Tuner:
     def _read(self, here: Machine) -> Plan | str:
         """Return the file's plan, an empty plan if there is no file, or the reason (a text) why the file is refused."""
         variable = "COC_TUNE" if self._measure else "the cache of COC_PARALLEL_NUM=auto"
+        if not self._keeps(here):
+            return Plan(here)
         try:
             path = self._path(here)
             path.stat()
@@ -221,7 +242,13 @@ class Tuner:
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
 
+    def _keeps(self, machine: Machine) -> bool:
+        """Tell whether a plan of this machine is in the file: a file is of groups of one size."""
+        return self._file is None or self._degree in (None, machine.ranks)
+
     def _save(self, plan: Plan) -> None:
+        if not self._keeps(plan.machine):
+            return
         path = self._path(plan.machine)
         try:
             saved = self._read(plan.machine)  # another pipeline stage may have added entries
@@ -239,6 +266,18 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
             f"ranks of {describe(group)} tune different calls ({calls}): call a layer with the same shapes, and with "
             "gradients or without, alike on every rank of its group"
         )
+
+
+def _as_replicas(plan: Plan, passes: Sequence[LayerOperator], case: Case, group: dist.ProcessGroup) -> Plan:
+    """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
+    mine = tuple(entry for operator in passes if (entry := plan.entry_of(operator, case.dtype)) is not None)
+    plans = exchange(group, f"the chunks of {case}", Plan(plan.machine, mine).as_dict(), DisagreementError)
+    found = [read_plan(each).entries for each in plans.values()]
+    return plan.with_entries(tuple(min(same, key=_fewest) for same in zip(*found, strict=True)))
+
+
+def _fewest(entry: Entry) -> tuple[Any, ...]:
+    return len(entry.sizes), entry.sizes, entry.serial, entry.chosen
 
 
 def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
