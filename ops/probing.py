@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -48,9 +48,8 @@ def without_grad_and_modes() -> Iterator[None]:
 
     What is not on is not switched off: torch's contexts take longer than a small operator.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()  # turns grad on
+    with inference, torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
         pre_dispatch = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         if pre_dispatch or torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())

@@ -49,16 +49,16 @@ def _handlers() -> dict[Any, Any]:
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else 2
     of_all = all(option is None for option in args[2:3]) and len(args) < 4 and kwargs.keys() <= {"dtype"}
-    if order != 2 or not of_all or not _sharded(x):
+    if order != 2 or not of_all or not _sharded(x) or _narrows(x, kwargs.get("dtype")):
         return _by_torch(operator, args, kwargs)
     return _norm_of(x, kwargs.get("dtype"))
 
 
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    if order != 2 or not any(map(_sharded, tensors)):
-        return _by_torch(operator, args, kwargs)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    if order != 2 or not any(map(_sharded, tensors)) or any(_narrows(x, dtype) for x in tensors):
+        return _by_torch(operator, args, kwargs)
     return [_norm_of(x, dtype) if _sharded(x) else torch.linalg.vector_norm(x, dtype=dtype) for x in tensors]
 
 
@@ -72,6 +72,11 @@ def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _sharded(x: Any) -> bool:
     return isinstance(x, DTensor) and any(isinstance(each, Shard) for each in x.placements)
+
+
+def _narrows(x: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Tell whether a dtype cannot hold x: torch refuses it."""
+    return dtype is not None and torch.promote_types(x.dtype, dtype) != dtype
 
 
 def _norm_of(x: DTensor, dtype: torch.dtype | None) -> DTensor:

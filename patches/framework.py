@@ -23,7 +23,7 @@ from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_c
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
-from ascend_parallel.patches.tuned import case_of, overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
@@ -100,7 +100,7 @@ class Framework(ABC):
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
         """Return the tuner's description of a call of `layer`; None: of experts, or its weight is not tuned."""
-        return None if kind == "experts" else case_of(kind, x, weight, **options)
+        return None if kind == "experts" else Case.of(kind, x, weight, **options)
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks beside the settings, by the user's names."""

@@ -1,19 +1,16 @@
-"""Connect the chunk tuner to patched layers: create the tuner, describe a call, check a plan."""
+"""Connect the chunk tuner to patched layers: create the tuner, check a plan."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import PlanError, differences, this_machine
-from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import CHUNKS, Tuner
 
 log = logging.getLogger("ascend_parallel")
@@ -39,28 +36,12 @@ def tuner_of(settings: Settings) -> Tuner | None:
 
 
 def all_kept_whole(settings: Settings) -> str | None:
-    """Return a sentence if every pass that was tuned is fastest whole, so that the frameworks' own layers ran."""
+    """Return a sentence if every pass that was tuned is fastest whole, so that nothing was cut."""
     if not CHUNKS or max(CHUNKS.values()) > 1 or not (settings.tune or settings.auto):
         return None
     option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
     passes = f"the {len(CHUNKS)} matmuls with a collective" if len(CHUNKS) > 1 else "the matmul with a collective"
-    return f"{option} measured {passes}: whole is faster here, so they ran as without overlap; nothing is lost"
-
-
-def case_of(
-    kind: str, x: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool = False, **options: Any
-) -> Case:
-    """Return the tuner's description of a call of a layer of kind "row" or "column"."""
-    return Case(
-        kind=kind,
-        rows=x.shape[:-1].numel(),
-        n=weight.shape[0],
-        k=weight.shape[1],
-        dtype=operand_dtype(weight),
-        device=x.device.type,
-        sequence_parallel=sequence_parallel,
-        **options,
-    )
+    return f"{option} measured {passes}: whole is faster here, so none was cut; nothing is lost"
 
 
 @lru_cache(maxsize=64)

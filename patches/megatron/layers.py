@@ -41,7 +41,6 @@ from ascend_parallel.patches.megatron.every_degree import (
 from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
-from ascend_parallel.patches.tuned import case_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_times import Case
 
@@ -171,7 +170,7 @@ class Megatron(Framework):
         """Return the tuner's description of a call; an int8 weight is not tuned."""
         if not isinstance(weight, torch.Tensor):
             return None
-        return case_of(kind, x, weight, sequence_parallel=layer.sequence_parallel, **options)
+        return Case.of(kind, x, weight, sequence_parallel=layer.sequence_parallel, **options)
 
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.

@@ -40,6 +40,7 @@ from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.runtime import overlapped_linear
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
@@ -143,6 +144,11 @@ def in_two_chunks(layer, operator, parts):
     return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2)), 1.0, 0.5)
 
 
+def whole(layer, operator, parts):
+    """Keep one chunk."""
+    return TunedPass((parts.rows,), 1.0, 1.0)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("recompute", [None, "keep", "recompute"])
 @pytest.mark.parametrize("form", FORMS)
@@ -151,6 +157,7 @@ def in_two_chunks(layer, operator, parts):
 def test_what_was_measured_cuts_the_matmuls_of_a_plan(group, form, recompute):
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), mesh_of((group.size(),)))
+    overlapped_linear._tuner.cache_clear()  # ranks of these tests live on, and know what they have measured
     again = recompute and Recompute(modules=[""], collectives=recompute)
     sharded = ShardedModule(model, plan, settings=Settings(auto=True), recompute=again)
     with mock.patch.object(tuner, "confirmed", in_two_chunks):
@@ -170,6 +177,7 @@ def test_replicas_run_the_same_chunks(group):
         return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2 + dist.get_rank() // 2)), 1.0, 0.5)
 
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    overlapped_linear._tuner.cache_clear()
     cuts = {"up": (((None, None, None), ("mp", None)), None), "down": (((None, None, "mp"), (None, "mp")), None)}
     plan = propagate(trace(model, (x.requires_grad_(),)), mesh_of((2, 2)), cuts, hardware="cpu-gloo")
     sharded = ShardedModule(model, plan, overlap=True, settings=Settings(auto=True))
@@ -184,8 +192,8 @@ def test_replicas_run_the_same_chunks(group):
 
 @on_ranks(2)
 def test_the_first_call_may_be_an_inference(group):
-    # Rows of no other test here: what a process has measured it knows.
-    model, x = made(MLP), torch.randn(60, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    overlapped_linear._tuner.cache_clear()
+    model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
     sharded = ShardedModule(model, plan, settings=Settings(auto=True))
     measured = []
@@ -213,11 +221,16 @@ def test_weights_whose_slices_differ_do_not_overlap(group):
 
 @on_ranks(2)
 def test_what_stays_whole_has_the_bits_of_one_chunk(group):
+    overlapped_linear._tuner.cache_clear()
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan, found = sequence_parallel(trace(model, (x,)), mesh_of((2,))), []
     for settings in (Settings(mode=2), Settings(auto=True)):
         sharded = ShardedModule(model, plan, settings=settings)
-        found.append([*step(sharded, x), sharded.full_gradients()])
+        ascend_parallel.ops.COUNTS.clear()
+        with mock.patch.object(tuner, "confirmed", whole):
+            found.append([*step(sharded, x), sharded.full_gradients()])
+        counts = ascend_parallel.ops.COUNTS.as_dict()
+        assert all(count["chunks"] == count["calls"] > 0 for count in counts.values()), counts
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 

@@ -312,14 +312,17 @@ def test_chunks_that_are_measured_in_the_run_cost_the_best_number_of_them():
         graph = trace(Gated(1024, 2048, layers=1), (torch.zeros(8, 128, 1024),))
     cuts = {"gate.*": ([None, ("mp", 1)], None), "up.*": ([None, ("mp", 1)], None), "down.*": ([None, (1, "mp")], None)}
     given = [Settings(num_chunks=count, mode=2) for count in range(1, MOST_CHUNKS + 1)]
-    auto, *counted = (
+    fixed = Settings(auto=True, customized_coc={(1024, 1024, 1024): 1})
+    auto, kept, *counted = (
         exposed_collectives(propagate(graph, on(2), cuts, hardware=hardware(), overlap=True, settings=settings)).kernels
-        for settings in (Settings(auto=True), *given)
+        for settings in (Settings(auto=True), fixed, *given)
     )
     for name, passes in auto.items():
         best = [min(found) for found in zip(*(kernels[name] for kernels in counted), strict=True)]
         assert passes == pytest.approx(best, rel=1e-9)
     assert sum(map(sum, auto.values())) < 0.9 * sum(map(sum, counted[0].values()))
+    (down,) = named_nodes(graph, "down.0")
+    assert kept[down.name][0] == counted[0][down.name][0] > auto[down.name][0], "a count that is given is kept"
 
 
 def test_a_setting_that_fits_only_some_options_is_no_error():

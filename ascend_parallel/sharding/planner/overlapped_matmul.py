@@ -249,7 +249,8 @@ class ExposedCosts:
         if part.direction == BACKWARD:
             settings = self._column_backward if part.linear.kind == COLUMN else self._backward
         choice = choose(problem, settings)
-        if choice.kernel in FUSED or (settings.tunes and not choice.given):
+        measured = settings.tunes and (problem.m, problem.k, problem.n) not in settings.customized_coc
+        if choice.kernel in FUSED or measured:
             return min(part.seconds(split_rows(problem.rows, count)) for count in range(1, MOST_CHUNKS + 1))
         return part.seconds(choice.sizes)
 

@@ -109,6 +109,11 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
 
 
+def _untuned(settings: Settings) -> Settings:
+    """Return settings that measure no chunks: ranks whose slices differ would have to measure unlike calls."""
+    return replace(settings, auto=False, tune=None, mode=settings.effective_mode)
+
+
 _Column = tuple[Node, Matmul]
 
 
@@ -256,9 +261,14 @@ class _ScheduleBuilder:
 
     def _uneven_text(self, node: Node, matmul: Matmul) -> str:
         """Return why ranks might cut a matmul in unlike chunks: the slices of its weight differ; "" if they do not."""
-        shape, layout = self._graph.meta(node.inputs[matmul.weight]).shape, self.inputs[node.name][matmul.weight]
-        even = is_even(shape, layout, self._mesh.shape)
+        shape = self._graph.meta(node.inputs[matmul.weight]).shape
+        even = self._is_even(node, matmul, "weight")
         return "" if even else f"the slices of its weight {list(shape)} are not of the same size"
+
+    def _is_even(self, node: Node, matmul: Matmul, operand: str) -> bool:
+        """Tell whether all ranks have the same shape of "x" or the "weight"."""
+        place: int = getattr(matmul, operand)
+        return is_even(self._graph.meta(node.inputs[place]).shape, self.inputs[node.name][place], self._mesh.shape)
 
     def _transposed_text(self, shape: tuple[int, ...], layout: Layout, rows: Placement) -> str:
         """Return ", transposed for S(d)" if moving the rows to the first dimension copies the tensor; else ""."""
@@ -277,7 +287,8 @@ class _ScheduleBuilder:
         matmuls = tuple(matmul for _, matmul in group)
         self._done |= set(names)
         trained = any(Value(name) in self._differentiable for name in names)
-        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, self._settings, trained)
+        settings = self._settings if self._is_even(*group[0], "x") else _untuned(self._settings)
+        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, settings, trained)
 
     def _refuse(self, group: list[_Column], reason: str) -> None:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]

@@ -86,7 +86,8 @@ class Kernel(ABC):
         """Return ``function(x, weight, *bias, layer)`` with the rows in the first dimension, and back in their own."""
         if self.row_dim:
             x = x.movedim(self.row_dim, 0)
-        layer = self._tuned(x, weight) if self.settings.tunes else self.layer
+        tuned = self.settings.tunes and self.mesh.shape[self.mesh_dim] > 1
+        layer = self._tuned(x, weight) if tuned else self.layer
         if forward_wrapper is not run_directly:
             layer = replace(layer, forward_wrapper=forward_wrapper)
         if parts and self.settings.at_every_degree:
@@ -102,15 +103,7 @@ class Kernel(ABC):
         """
         key = x.shape, weight.shape, operand_dtype(weight), x.device.type
         if key not in self._tuned_layers:
-            case = Case(
-                kind=self.kind,
-                rows=x.shape[:-1].numel(),
-                n=weight.shape[0],
-                k=weight.shape[1],
-                dtype=operand_dtype(weight),
-                device=x.device.type,
-                sequence_parallel=self.row_dim is not None,
-            )
+            case = Case.of(self.kind, x, weight, sequence_parallel=self.row_dim is not None)
             others = (dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim != self.mesh_dim)
             found = _tuner(self.settings).settings_for(
                 case, self.layer.group, backward=self.differentiable, replicas=[*map(self.mesh.group, others)]
@@ -168,7 +161,7 @@ class RowKernel(Kernel):
 @cache
 def _tuner(settings: Settings) -> Tuner:
     """Return the tuner of all kernels with these settings: stages and layers share what was measured."""
-    return Tuner(settings)
+    return Tuner(settings, hint="")
 
 
 def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:

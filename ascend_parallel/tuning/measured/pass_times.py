@@ -25,7 +25,13 @@ from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import LayerOperator, backward_settings, column_operators, row_operators
+from ascend_parallel.overlap.choices import (
+    LayerOperator,
+    backward_settings,
+    column_operators,
+    operand_dtype,
+    row_operators,
+)
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
@@ -54,6 +60,13 @@ class Case:
     device: str
     sequence_parallel: bool
     reduce_input_grad: bool = True
+
+    @classmethod
+    def of(cls, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
+        """Describe the call of a layer of kind "row" or "column", with x [..., K] and weight [N, K] of this rank."""
+        options = {"sequence_parallel": False, **options}
+        rows, (n, k), dtype = x.shape[:-1].numel(), weight.shape, operand_dtype(weight)
+        return cls(kind=kind, rows=rows, n=n, k=k, dtype=dtype, device=x.device.type, **options)
 
     def passes(self, ranks: int) -> list[LayerOperator]:
         """Return the operators of forward and backward that have a collective."""
@@ -103,6 +116,7 @@ class TimedLinear:
     ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
         gathers_input = operator.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
+        gathers_input &= self._settings.recompute_all_gather
         calls = part_calls(operator, self.group, self.x.detach(), self.case.k if gathers_input else None)
         runs: dict[Any, Callable[[], float]] = {
             name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
@@ -160,6 +174,7 @@ class TimedLinear:
         """Return settings with which this pass runs in chunks of `sizes`."""
         entry = Entry.of(operator, self.case.dtype, sizes, serial=1.0, chosen=1.0)
         changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
+        changes["digests"] = None
         return replace(self._settings, customized_coc={}, **changes)
 
     def _timed_alone(self, operator: LayerOperator, settings: Settings) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,12 +93,15 @@ class Tuner:
         measurements of its parts, and times the predicted sizes once beside one chunk.
     """
 
-    def __init__(self, settings: Settings, original_if_whole: bool = False) -> None:
+    def __init__(self, settings: Settings, original_if_whole: bool = False, hint: str = LONGER) -> None:
         """Measure into the file that ``settings.tune`` names, or predict what the cached plan lacks.
 
         original_if_whole
             Return settings of mode 0 (the framework's own layer) for a call whose matmuls all stay in one chunk.
+        hint
+            What the log says of a pass that communicates longer than it multiplies.
         """
+        self._hint = hint
         # In a layer, the plan replaces these three options.
         self._settings = replace(settings, tune=None, auto=False, mode=settings.effective_mode)
         self._unless_cut = replace(self._settings, mode=0) if original_if_whole else self._settings
@@ -108,7 +111,7 @@ class Tuner:
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
         self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
         self._logged: set[tuple[LayerOperator, str]] = set()
-        self._degree: int | None = None  # ranks of the groups whose entries the file keeps: those of the first group
+        self._unkept: set[int] = set()  # sizes of groups of which the file keeps nothing: it is of another size
 
     def settings_for(
         self,
@@ -139,7 +142,7 @@ class Tuner:
                     tuple(self._entry(case, operator, group, plan.machine) for operator in missing)
                 )
             for other in replicas:
-                plan = _as_replicas(plan, passes, case, other)
+                plan = self._as_replicas(plan, passes, case, other)
             self._plans[group] = plan
             if missing and self._measure and group.rank() == 0:
                 self._save(plan)
@@ -169,15 +172,6 @@ class Tuner:
         """Return the plan file as the group's first rank reads it, or an empty plan; the same plan on every rank."""
         backend: str = group._get_backend(torch.device(device)).name()
         here = this_machine(group.size(), torch.device(device), backend)
-        if self._degree is None:
-            self._degree = group.size()
-        if not self._keeps(here) and dist.get_rank() == 0:
-            log.warning(
-                "COC_TUNE: %s is of groups of %d ranks; what is measured on %d is not kept",
-                self._file,
-                self._degree,
-                group.size(),
-            )
         read = self._read(here) if group.rank() == 0 else ""
         mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
         values = exchange(group, "the plan's reading", mine, DisagreementError)
@@ -189,8 +183,6 @@ class Tuner:
     def _read(self, here: Machine) -> Plan | str:
         """Return the file's plan, an empty plan if there is no file, or the reason (a text) why the file is refused."""
         variable = "COC_TUNE" if self._measure else "the cache of COC_PARALLEL_NUM=auto"
-        if not self._keeps(here):
-            return Plan(here)
         try:
             path = self._path(here)
             path.stat()
@@ -199,6 +191,8 @@ class Tuner:
             return Plan(here)
         except (PlanError, OSError, RuntimeError) as error:  # broadcast to the other ranks, which wait for this one
             return f"{variable}: {error}"
+        if self._measure and not differences(plan, replace(here, ranks=plan.machine.ranks)):
+            return plan if plan.machine == here else self._not_kept(plan, here)
         if different := differences(plan, here):
             return (
                 f"{variable}={str(path)!r} was measured elsewhere: {'; '.join(different)}. "
@@ -219,8 +213,22 @@ class Tuner:
                 parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
             tuned = (measured if self._measure else confirmed)(layer, operator, parts)
         bound = parts.communication > parts.computation and self._settings.region is False
-        self._log_once(operator, case, tuned, LONGER if bound else "")
+        self._log_once(operator, case, tuned, self._hint if bound else "")
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
+
+    def _as_replicas(self, plan: Plan, passes: list[LayerOperator], case: Case, group: dist.ProcessGroup) -> Plan:
+        """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
+        mine = [entry for operator in passes if (entry := plan.entry_of(operator, case.dtype)) is not None]
+        value = {"entries": [asdict(entry) for entry in mine]}
+        values = exchange(group, f"the chunks of {case}", value, DisagreementError).values()
+        found = [[Entry(**{**raw, "sizes": tuple(raw["sizes"])}) for raw in each["entries"]] for each in values]
+        fewest = tuple(min(same, key=_fewest) for same in zip(*found, strict=True))
+        for entry, before in zip(fewest, mine, strict=True):
+            if entry.sizes != before.sizes and dist.get_rank() == 0:
+                variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
+                rows = ", ".join(map(str, entry.sizes))
+                log.warning("%s: %s %s: chunks of %s rows, as on a replica", variable, entry.run, entry.operator, rows)
+        return plan.with_entries(fewest)
 
     def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
         """Log the entries of passes that the plan file already had."""
@@ -242,16 +250,20 @@ class Tuner:
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
 
-    def _keeps(self, machine: Machine) -> bool:
-        """Tell whether a plan of this machine is in the file: a file is of groups of one size."""
-        return self._file is None or self._degree in (None, machine.ranks)
+    def _not_kept(self, plan: Plan, here: Machine) -> Plan:
+        """Return an empty plan for groups of another size than those of the file, which stays as it is."""
+        if here.ranks not in self._unkept:
+            text = "COC_TUNE: %s is of groups of %d ranks; what is measured on %d is not kept"
+            log.warning(text, self._file, plan.machine.ranks, here.ranks)
+        self._unkept.add(here.ranks)
+        return Plan(here)
 
     def _save(self, plan: Plan) -> None:
-        if not self._keeps(plan.machine):
-            return
         path = self._path(plan.machine)
         try:
             saved = self._read(plan.machine)  # another pipeline stage may have added entries
+            if plan.machine.ranks in self._unkept:
+                return
             (plan if isinstance(saved, str) else saved.with_entries(plan.entries)).save(path)
         except OSError as error:  # the run continues without the file
             log.warning("the plan could not be written to %s: %s", path, error.strerror)
@@ -266,14 +278,6 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
             f"ranks of {describe(group)} tune different calls ({calls}): call a layer with the same shapes, and with "
             "gradients or without, alike on every rank of its group"
         )
-
-
-def _as_replicas(plan: Plan, passes: Sequence[LayerOperator], case: Case, group: dist.ProcessGroup) -> Plan:
-    """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
-    mine = tuple(entry for operator in passes if (entry := plan.entry_of(operator, case.dtype)) is not None)
-    plans = exchange(group, f"the chunks of {case}", Plan(plan.machine, mine).as_dict(), DisagreementError)
-    found = [read_plan(each).entries for each in plans.values()]
-    return plan.with_entries(tuple(min(same, key=_fewest) for same in zip(*found, strict=True)))
 
 
 def _fewest(entry: Entry) -> tuple[Any, ...]:
