@@ -13,7 +13,8 @@ set -euo pipefail
 export COC_PARALLEL_NUM=${COC_PARALLEL_NUM:-auto}
 export USE_COC_FUSED_KERNEL=${USE_COC_FUSED_KERNEL:-0}
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# sed reads to the end: after head, scontrol's next write would fail and end the job.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER_ADDR NNODES=$SLURM_JOB_NUM_NODES
 
 # --export=ALL hands the variables to every node; without it a site's default may hand them to none.

@@ -102,7 +102,7 @@ def test_slurm_starts_both_nodes_with_the_variables(tmp_path):
     stand_ins = tmp_path / "bin"
     stand_ins.mkdir()
     programs = {
-        "scontrol": '[ "$*" = "show hostnames a[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"',
+        "scontrol": '[ "$*" = "show hostnames a[1-2]" ] && echo 127.0.0.1 && sleep 0.2 && echo 127.0.0.2',
         "srun": "while [[ $1 == --* ]]; do shift; done\n"
         'SLURM_NODEID=1 "$@" > "$TOLD" 2>&1 & other=$!\nSLURM_NODEID=0 "$@"\nwait $other',
     }
