@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.text.tables import markdown_table
 from ascend_parallel.training.degrees.evaluation import Evaluation
+from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.presets import traced_preset
 from ascend_parallel.training.degrees.report import why
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.search import Candidate, candidate_of, search_traced
+from ascend_parallel.training.degrees.search import Candidate, ModelByBatchSize, candidate_of, search_traced
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import COLLECTIVES, NONE
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
@@ -53,9 +54,16 @@ def evaluate_run(run: PublishedRun) -> RunPrediction:
 def evaluation_of(run: PublishedRun, settings: Settings) -> Evaluation:
     """Return the evaluation for a run's model, batch and cards."""
     hardware = find_hardware(run.chip or "")
-    traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
-    planner = Planner(cache(GraphFamily(traced.trace).at), hardware, settings, ranks=run.devices)
+    traced, graphs = traced_run(run)
+    planner = Planner(graphs, hardware, settings, ranks=run.devices)
     return Evaluation(hardware, planner, masters=traced.masters)
+
+
+@cache
+def traced_run(run: PublishedRun) -> tuple[ModelByBatchSize, Callable[[int], FoldedGraph]]:
+    """Return a run's model, and its graphs by rows of a micro-batch: the same for all settings."""
+    traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
+    return traced, cache(GraphFamily(traced.trace).at)
 
 
 def degrees_of(run: PublishedRun) -> Degrees:

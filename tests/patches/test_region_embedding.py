@@ -19,9 +19,7 @@ def embedding(group, batch, **options):
 
     hook, scatters = options.pop("hook", None), options.pop("scatters", False)
     config = ModelParallelConfig(use_cpu_initialization=True, perform_initialization=False, **options)
-    layer = VocabParallelEmbedding(
-        VOCAB, HIDDEN, init_method=None, reduce_scatter_embeddings=scatters, config=config, tp_group=group
-    )
+    layer = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=None, reduce_scatter_embeddings=scatters, config=config)
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)
     linear = torch.randn(HIDDEN, HIDDEN, generator=generator).requires_grad_()
