@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between two log lines of a rank that waits for others.
 PATIENCE = 30.0
+# Seconds for which rank 0 waits until the others have read an outcome.
+LEAVING = 10.0
 # The outcome of an exchange to which all ranks have come; any other outcome is an error message.
 COMPLETE = "complete"
 CALLED_ALIKE = (
@@ -105,11 +107,14 @@ def exchange(
     store.set(keys[me], json.dumps(dict(value)))
     failure = _wait_for_ranks(group, keys, outcome, place, hint)
     # The first outcome is every rank's: a rank may come at the moment in which another gives up.
-    if (decided := store.compare_set(outcome, "", failure or COMPLETE).decode()) != COMPLETE:
+    decided = store.compare_set(outcome, "", failure or COMPLETE).decode()
+    texts = store.multi_get(list(keys.values())) if decided == COMPLETE else []
+    _leave(store, f"{prefix}/{number}/read", keys)
+    if decided != COMPLETE:
         raise error(decided)
-    values = dict(zip(keys, map(json.loads, store.multi_get(list(keys.values()))), strict=True))
+    values = dict(zip(keys, map(json.loads, texts), strict=True))
     # All ranks have come to this exchange, so no rank still reads the one before.
-    for key in (str(me), "outcome"):
+    for key in (str(me), "outcome", "read"):
         store.delete_key(f"{prefix}/{number - 1}/{key}")
     return values
 
@@ -194,6 +199,20 @@ def _wait_for_ranks(group: dist.ProcessGroup, keys: Mapping[int, str], outcome: 
         if missing:
             log.warning("%s", absence(PATIENCE))
     return ""
+
+
+def _leave(store: Any, read: str, keys: Mapping[int, str]) -> None:
+    """Count this rank (key `read`) as one that has read the outcome; rank 0 waits for all that came (`keys`: by rank).
+
+    Its process may host the store: if it ended with an error at once, the others would lose the connection instead of
+    reading the reason.
+    """
+    store.add(read, 1)
+    if dist.get_rank() == 0:
+        came = sum(store.check([key]) for key in keys.values())
+        end = time.monotonic() + LEAVING
+        while store.add(read, 0) < came and time.monotonic() < end:
+            time.sleep(0.001)
 
 
 def _has_store() -> bool:

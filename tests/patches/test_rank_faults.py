@@ -69,6 +69,23 @@ def test_settings_that_differ_are_an_error_on_every_rank(environs, difference):
         assert "Export the same variables" in rank.stdout
 
 
+def test_a_rank_that_hosts_the_store_lets_the_others_read_the_reason():
+    """Rank 0 hosts it, and ends with its error at once; rank 1 has still to read the settings of both."""
+    late = """
+from ascend_parallel.process_groups import consistency
+came = consistency._wait_for_ranks
+def late(*args):
+    outcome = came(*args)
+    time.sleep(1)
+    return outcome
+if rank == 1: consistency._wait_for_ranks = late
+consistency.confirm_same(group, "here", {"it": rank}, "differs", "")
+"""
+    for rank in launch(code(late), [{}] * 2):
+        assert rank.returncode == 1
+        assert "DisagreementError: differs: it is 0 on rank 0, 1 on rank 1" in rank.stderr, rank.stderr
+
+
 @pytest.mark.slow
 def test_settings_that_agree_are_confirmed():
     for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
