@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ascend_parallel.sharding.graph import Graph
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
 from ascend_parallel.text import size_of
 from ascend_parallel.training.degrees.search import SearchResult
 from ascend_parallel.training.explain import fullest_rank
-from ascend_parallel.training.loss import Loss
+from ascend_parallel.training.loss import Loss, trace_with_loss
 from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.training_plan import plan_training
 
@@ -34,15 +36,29 @@ class ConfirmedCandidate:
     too_large: tuple[float, ...]
 
 
+class _TracedByRows:
+    """Graphs of a model's micro-batches; candidates whose micro-batches have the same rows share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.Size, ...], Graph] = {}
+
+    def __call__(self, model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph:
+        """Return the graph; model and loss are the same in every call."""
+        shapes = tuple(value.shape for value in batch if isinstance(value, torch.Tensor))
+        if shapes not in self._known:
+            self._known[shapes] = trace_with_loss(model, loss, batch)
+        return self._known[shapes]
+
+
 def planned_whole(found: SearchResult, model: nn.Module, batch: Sequence[Any], loss: Loss) -> ConfirmedCandidate:
     """Plan the best candidates, the fastest first, until one keeps the limit; raises `MemoryLimitError` if none does.
 
     Raises as `plan_training` too.
     """
-    sizes: list[float] = []
+    sizes, traced = list[float](), _TracedByRows()
     for place, candidate in enumerate(found.best):
         strategy = Strategy.from_dict(found.tables(candidate))
-        size = fullest_rank(plan_training(strategy, model, batch, loss)).total
+        size = fullest_rank(plan_training(strategy, model, batch, loss, trace_step=traced)).total
         if size <= found.limit:
             return ConfirmedCandidate(place, size, tuple(sizes))
         sizes.append(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +88,7 @@ def plan_training(
     *,
     overlap: bool | None = None,
     settings: Settings | None = None,
+    trace_step: Callable[[nn.Module, Loss, Sequence[Any]], Graph] = trace_with_loss,
 ) -> TrainingPlan:
     """Plan the training of `model` on batches like `batch`, for any number of ranks and without starting any.
 
@@ -100,6 +101,8 @@ def plan_training(
         Returns the mean loss of a batch, (sum, count) or `WeightedLoss`; by default the model returns the loss.
     overlap, settings
         As for `propagate`; without `overlap.operators` of the strategy nothing overlaps.
+    trace_step
+        Returns the graph of a micro-batch's loss; several plans of one model may share graphs.
 
     Raises `StrategyOptionError`, `StrategyError`, `TraceError`, `MemoryLimitError`.
     """
@@ -114,7 +117,7 @@ def plan_training(
         raise StrategyOptionError('mode="semi_auto" without any operator\'s strategy: give mode "data" or "auto"')
     model = in_dtype(model, strategy)
     traced = tuple(meta_part(value, strategy) for value in batch)
-    graph = trace_with_loss(model, loss, traced)
+    graph = trace_step(model, loss, traced)
     graph, ops_fused = fuse_operators(graph, strategy.fused_passes)
     check_recompute(graph, strategy.recompute)
     _check_loss_dtype(autocast(graph, strategy.amp)[0])

@@ -192,14 +192,14 @@ sys.exit(0)
 """
 
 
-def verified(tmp_path, arguments, ranks=2, variables=None, script_arguments=(), fresh=False):
-    """Run the command on every rank as torchrun does; return the finished processes. fresh: as of `launch`."""
+def verified(tmp_path, arguments, ranks=2, variables=None, script_arguments=()):
+    """Run the command on every rank as torchrun does; return the finished processes."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     shutil.copy(Path(__file__).parents[1] / "support" / "megatron_cpu.py", tmp_path)  # as the quick start tells users
     command = ["ascend-parallel", "verify", *arguments, str(script), *script_arguments]
     code = f"import sys; sys.argv = {command!r}; from ascend_parallel.__main__ import main; main()"
-    return launch(code, [{"COC_PARALLEL_NUM": "4", **(variables or {})}] * ranks, fresh=fresh)
+    return launch(code, [{"COC_PARALLEL_NUM": "4", **(variables or {})}] * ranks)
 
 
 @pytest.mark.slow
@@ -218,8 +218,7 @@ def test_the_command_reports_and_ends_well(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_fails_with_the_layer_that_is_wrong(tmp_path):
-    # A forked rank 0 would end, and the store with it, before rank 1 has read of its error.
-    for result in verified(tmp_path, ["--json"], script_arguments=["--fault"], fresh=True):
+    for result in verified(tmp_path, ["--json"], script_arguments=["--fault"]):
         assert result.returncode == 1
         assert (
             "VerificationError: decoder.layers.1.self_attention.linear_qkv (ColumnParallelLinear, column): "

@@ -12,7 +12,7 @@ from ascend_parallel.ops import COUNTS
 
 # Shapes of the whole input: odd row counts, fewer rows than chunks, one to four dimensions.
 SHAPES = [(96, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,)]
-K, DTYPES = 24, [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+K = 24
 
 
 def whole_layer(shape, n, dtype, seed=3):
@@ -59,9 +59,13 @@ def check_row(group, shape, dtype, settings, sequence_parallel, inputs=None, out
         close(b_r.grad, bias.grad, dtype)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+# float64 on every number of ranks, the others on one each: what ranks and dtypes do wrong, they do apart.
+CASES = [(count, torch.float64) for count in (2, 3, 4)]
+CASES += [(2, torch.float32), (3, torch.bfloat16), (4, torch.float16)]
+
+
+@pytest.mark.sample("2-torch.float32")
+@pytest.mark.parametrize(("count", "dtype"), CASES, ids=str)
 @on_ranks()
 def test_every_path_matches_the_truth(group, dtype):
     for shape, chunks in itertools.product(SHAPES, (1, 2, 3, 4, 8)):

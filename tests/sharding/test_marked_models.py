@@ -32,18 +32,18 @@ MODELS = {
     "LlamaForCausalLM": (DECODER, "input_ids"),
     "Qwen2ForCausalLM": (DECODER, "input_ids"),
     "GemmaForCausalLM": ({**DECODER, "head_dim": 4}, "input_ids"),
-    "GPT2LMHeadModel": (GPT2, "input_ids"),
-    "GPTNeoXForCausalLM": ({**TEXT, "use_cache": False}, "input_ids"),
     "MixtralForCausalLM": ({**DECODER, "num_local_experts": 4, "experts_implementation": "eager"}, "input_ids"),
+    "GPTNeoXForCausalLM": ({**TEXT, "use_cache": False}, "input_ids"),
+    "GPT2LMHeadModel": (GPT2, "input_ids"),
     "MambaForCausalLM": ({**TEXT, "state_size": 4, "use_cache": False}, "input_ids"),
     "BertForMaskedLM": ({**TEXT, **NO_DROPOUT}, "input_ids"),
     "ElectraForMaskedLM": ({**TEXT, **NO_DROPOUT, "embedding_size": 16}, "input_ids"),
     "T5ForConditionalGeneration": (T5, "input_ids"),
     "WhisperForConditionalGeneration": (WHISPER, "input_features"),
     "ViTForImageClassification": ({**LAYERS, **NO_DROPOUT, "image_size": 32, "patch_size": 8}, "pixel_values"),
-    "ResNetForImageClassification": ({**CONVOLUTIONS, "embedding_size": 8, "layer_type": "basic"}, "pixel_values"),
-    "ConvNextForImageClassification": ({**CONVOLUTIONS, "num_stages": 2, "patch_size": 4}, "pixel_values"),
     "SwinForImageClassification": ({**SWIN, "drop_path_rate": 0.0}, "pixel_values"),
+    "ConvNextForImageClassification": ({**CONVOLUTIONS, "num_stages": 2, "patch_size": 4}, "pixel_values"),
+    "ResNetForImageClassification": ({**CONVOLUTIONS, "embedding_size": 8, "layer_type": "basic"}, "pixel_values"),
 }
 SHAPES = {"pixel_values": (12, 3, 32, 32), "input_features": (12, 8, 32)}
 

@@ -24,14 +24,15 @@ from ascend_parallel.training import (
     Recompute,
     ShardingOptions,
     Strategy,
+    confirm_degrees,
     explain,
     plan_training,
 )
 from ascend_parallel.training.confirm_degrees import planned_whole
-from ascend_parallel.training.degrees.search import Candidate, SearchResult
+from ascend_parallel.training.degrees.search import Candidate, SearchResult, search_degrees
 from ascend_parallel.training.degrees.space import SCHEDULES, Degrees
 from ascend_parallel.training.explain import as_dict, fullest_rank
-from ascend_parallel.training.loss import mean_loss
+from ascend_parallel.training.loss import mean_loss, trace_with_loss
 from ascend_parallel.tuning.step_time.schedule import order
 
 BASE = {"mesh": SQUARE, "operators": MEGATRON, "hardware": "cpu-gloo"}
@@ -225,6 +226,22 @@ def test_the_search_confirms_the_bytes_of_the_strategy(schedule, virtual_stages)
     assert confirmed.memory == pytest.approx(max(totals))
     with pytest.raises(MemoryLimitError):
         planned_whole(replace(found, limit=max(totals) * 0.999), model, batch, mean_loss)
+
+
+def test_candidates_whose_micro_batches_have_the_same_rows_share_a_trace(monkeypatch):
+    model, batch = gpt.GPT(), gpt.batch_of(0)
+    found, traced = search_degrees(model, batch, ranks=4, memory=64e9, hardware="cpu-gloo"), []
+
+    def trace(model, loss, part):
+        traced.append(len(part[0]))
+        return trace_with_loss(model, loss, part)
+
+    monkeypatch.setattr(confirm_degrees, "trace_with_loss", trace)
+    rows = [len(batch[0]) // each.degrees.micro_batches for each in found.best]
+    with pytest.raises(MemoryLimitError, match=f"the whole plans of the {len(rows)} best"):
+        planned_whole(replace(found, limit=0), model, batch, mean_loss)
+    assert len(set(rows)) < len(rows)
+    assert sorted(traced) == sorted(set(rows))
 
 
 def test_page_and_text_of_a_strategy_give_the_same_bytes():
