@@ -36,7 +36,7 @@ class ConfirmedCandidate:
     too_large: tuple[float, ...]
 
 
-class _TracedByRows:
+class TracedByRows:
     """Graphs of a model's micro-batches; candidates whose micro-batches have the same rows share one."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def planned_whole(found: SearchResult, model: nn.Module, batch: Sequence[Any], l
 
     Raises as `plan_training` too.
     """
-    sizes, traced = list[float](), _TracedByRows()
+    sizes, traced = list[float](), TracedByRows()
     for place, candidate in enumerate(found.best):
         strategy = Strategy.from_dict(found.tables(candidate))
         size = fullest_rank(plan_training(strategy, model, batch, loss, trace_step=traced)).total

@@ -22,12 +22,15 @@ from ascend_parallel.tuning.step_time.timing import StageTimes, simulate
 BUCKET = 25e6
 
 
-def step_of_whole_plan(tables, model, batch):
-    """Return the seconds of a step of the strategy of `tables`, without recompute; fp32, Adam."""
+def step_of_whole_plan(tables, model, batch, **planning):
+    """Return the seconds of a step of the strategy of `tables`, without recompute; fp32, Adam.
+
+    planning: options of `plan_training`.
+    """
     strategy = Strategy.from_dict(tables)
     assert not strategy.recompute.modules
     options, hardware = strategy.pipeline, find_hardware(strategy.hardware)
-    planned = plan_training(strategy, model, batch)
+    planned = plan_training(strategy, model, batch, **planning)
     plan, costs = planned.plan, CostModel(hardware.of_slowest(strategy.ranks))
     stage_of = planned.stages or {name: 0 for name, node in plan.graph.nodes.items() if node.kind == CALL}
     count = max(stage_of.values()) + 1

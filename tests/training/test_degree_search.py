@@ -19,6 +19,7 @@ from ascend_parallel.sharding import shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.training import Strategy, StrategyOptionError, recompute, search_degrees
+from ascend_parallel.training.confirm_degrees import TracedByRows
 from ascend_parallel.training.degrees import search as searching
 from ascend_parallel.training.degrees.evaluation import ranges, stage_sums
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
@@ -143,9 +144,9 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks():
     of_mesh = {(each.dp, each.tp, each.pp, each.zero_stage): each for each in reversed(plain)}
     assert {(each.dp, each.tp) for each in of_mesh.values()} >= {(4, 1), (2, 2), (1, 4), (1, 1)}
     assert {each.zero_stage for each in of_mesh.values()} == {0, 1, 2, 3}
-    model, batch = llama(rows=8)
+    (model, batch), by_rows = llama(rows=8), TracedByRows()
     for each in of_mesh.values():
-        whole = step_of_whole_plan(each.tables((), "910b", None), model, batch)
+        whole = step_of_whole_plan(each.tables((), "910b", None), model, batch, trace_step=by_rows)
         assert search.evaluation.parts(each).total == pytest.approx(whole, rel=1e-5), each
         assert whole >= best.seconds * (1 - 1e-5), each
 
