@@ -40,6 +40,7 @@ class TracedByRows:
     """Graphs of a model's micro-batches; candidates whose micro-batches have the same rows share one."""
 
     def __init__(self) -> None:
+        """Start empty."""
         self._known: dict[tuple[torch.Size, ...], Graph] = {}
 
     def __call__(self, model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph:

@@ -1,6 +1,7 @@
 """From a few configured operators to the layouts of all: against Megatron-core's plan, the optimum and the baseline."""
 
 import collections
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from small_models import GPT, Bert, Llama, ResNet
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from ascend_parallel import Settings
 from ascend_parallel.sharding import explain
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, shard
@@ -15,7 +17,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
-from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.search import Search, SharedTables
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.tracing.trace import trace
 
@@ -247,6 +249,17 @@ def test_the_price_of_memory_is_on_what_the_plan_counts(name):
     chosen, _ = search.solved(problem)
     held = sum(search.bytes_held(node)[chosen[node.name]] for node in search.graph.nodes.values())
     assert held == pytest.approx(search.plan_of(problem, chosen).memory().total, rel=1e-12)
+
+
+def test_propagations_that_share_tables_give_the_plans_of_those_that_do_not():
+    """Models, meshes, objectives, strategies and settings in turn: what they do not have in common stays apart."""
+    shared = SharedTables()
+    for name, on in itertools.product(("llama", "bert"), (mesh(mp=2), mesh(dp=2, mp=2))):
+        for objective, overlap in (("redistribution", False), ("time", False), ("time", True)):
+            for strategies in ({}, CONFIGURED[name]) if "dp" in on.dim_names else ({},):
+                options = {"objective": objective, "overlap": overlap, "settings": Settings(num_chunks=4)}
+                own = propagate(graph_of(name), on, strategies, **options)
+                assert propagate(graph_of(name), on, strategies, **options, shared=shared).digest == own.digest
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6])

@@ -23,7 +23,7 @@ from ascend_parallel.sharding.planner.operator_strategy import (
     strategy,
 )
 from ascend_parallel.sharding.planner.options import Option, Options
-from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.search import Search, SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.planner.under_backward import plan_under_backward
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -65,6 +65,7 @@ def propagate(
     costs: MeshCosts | None = None,
     overlap: bool | None = None,
     settings: Settings | None = None,
+    shared: SharedTables | None = None,
 ) -> ShardingPlan:
     """Return a plan with a layout for every tensor of `graph` on `mesh`.
 
@@ -109,6 +110,8 @@ def propagate(
         them; where a memory limit decides, sums cost their full time. None: if the settings ask for overlap.
     settings
         Settings of the overlapped operators. Default: the current settings (`ascend_parallel.configure`).
+    shared
+        Tables that other propagations use too: what they have in common is computed once.
 
     Raises `StrategyError` for an invalid strategy, `ValueError` for a graph that contains collectives,
     `MemoryLimitError` if no plan found keeps the limit, and `TimeoutError` if the graph is too entangled for
@@ -156,6 +159,7 @@ def propagate(
         only_data_cuts_batch=only_data_cuts_batch,
         overlap=overlap_settings(overlap, settings),
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
+        shared=shared or SharedTables(),
     )
     with collector_paused():
         plan = plan_under_backward(search) if search.overlaps else search.plan()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, starmap
 from typing import TypeVar
 
@@ -98,6 +98,38 @@ class Interned:
         return self._results[key][0]  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class SearchTables:
+    """What searches have in common that differ in their strategies alone; each computes what none before it has.
+
+    exposed: costs of matmuls with a collective; None: none run together. edges: costs between layouts. options: of
+    operators by signature. interned: what follows from options.
+    """
+
+    exposed: ExposedCosts | None
+    edges: EdgeCosts
+    options: Options
+    interned: Interned
+
+    @classmethod
+    def of(cls, costs: MeshCosts, overlap: Settings | None) -> SearchTables:
+        """Return empty tables for a mesh with these costs."""
+        exposed = ExposedCosts(costs, overlap) if overlap else None
+        return cls(exposed, EdgeCosts(costs.shape, costs, exposed), Options(costs.shape), Interned())
+
+
+class SharedTables:
+    """Tables of several searches, apart by what else than strategies they differ in."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.of = cache(self._of)
+
+    def _of(self, costs: MeshCosts, objective: str, hardware: str | Hardware, overlap: Settings | None) -> SearchTables:
+        del hardware  # the costs of computation
+        return SearchTables.of(costs, overlap if objective == "time" else None)
+
+
 def readers_of_marked_weights(
     graph: Graph, options: Mapping[str, Sequence[Option]], configured: Collection[str]
 ) -> set[str]:
@@ -139,6 +171,7 @@ class Search:
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
     "time"); None: each collective costs its full time.
+    shared: tables of other searches too.
     """
 
     graph: Graph
@@ -155,17 +188,17 @@ class Search:
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
     overlap: Settings | None = None
+    shared: SharedTables = field(default_factory=SharedTables)
 
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = self.mesh.shape
-        self._exposed = ExposedCosts(self.costs, self.overlap) if self.overlap and self.objective == "time" else None
-        self.edges = EdgeCosts(self._shape, self.costs, self._exposed)
+        tables = self.shared.of(self.costs, self.objective, self.hardware, self.overlap)
+        self._exposed, self.edges, self._interned = tables.exposed, tables.edges, tables.interned
         self._model = CostModel(find_hardware(self.hardware))
         self.differentiable = differentiable_values(self.graph)
-        options = Options(self._shape)
         self.options: dict[str, Sequence[Option]] = {
-            name: options.of(node, self._gradients(node)) for name, node in self.graph.nodes.items()
+            name: tables.options.of(node, self._gradients(node)) for name, node in self.graph.nodes.items()
         }
         for pattern, strategy in self.strategies.items():
             for node in named_nodes(self.graph, pattern):
@@ -193,7 +226,6 @@ class Search:
         if self.sequence is not None:
             along = self.mesh.dim(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
-        self._interned = Interned()
         self._drop_averages()
         self.readers = self.graph.readers()
         self._returned = frozenset(self.graph.returned)

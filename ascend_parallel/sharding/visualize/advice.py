@@ -13,6 +13,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.propagate import propagate
+from ascend_parallel.sharding.planner.search import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.principles import TITLES
@@ -166,6 +167,7 @@ class _Search:
     ) -> None:
         self.graph, self.automatic, self.hardware, self.data, self.progress = graph, automatic, hardware, data, progress
         self.least, self.proposals, self.tries = step_seconds(automatic, hardware), proposals(automatic), 0
+        self.shared = SharedTables()
 
     def advice(self) -> Advice:
         named = tuple(each for each in self.proposals if each.principles)
@@ -194,7 +196,13 @@ class _Search:
         advised = [self.proposals[each] for each in sorted(chosen)]
         strategies = {each.pattern: (each.in_strategy, None) for each in advised}
         return propagate(
-            self.graph, self.automatic.mesh, strategies, objective="redistribution", hardware=self.hardware, **self.data
+            self.graph,
+            self.automatic.mesh,
+            strategies,
+            objective="redistribution",
+            hardware=self.hardware,
+            shared=self.shared,
+            **self.data,
         )
 
     def seconds(self, plan: ShardingPlan) -> float:
