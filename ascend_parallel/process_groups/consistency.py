@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between two log lines of a rank that waits for others.
 PATIENCE = 30.0
+# Seconds after which a rank that waits looks whether another has given up.
+LOOK = 1.0
 # Seconds for which rank 0 waits until the others have read an outcome.
 LEAVING = 10.0
 # The outcome of an exchange to which all ranks have come; any other outcome is an error message.
@@ -108,15 +111,15 @@ def exchange(
     failure = _wait_for_ranks(group, keys, outcome, place, hint)
     # The first outcome is every rank's: a rank may come at the moment in which another gives up.
     decided = store.compare_set(outcome, "", failure or COMPLETE).decode()
-    texts = store.multi_get(list(keys.values())) if decided == COMPLETE else []
-    _leave(store, f"{prefix}/{number}/read", keys)
     if decided != COMPLETE:
+        _leave(store, f"{prefix}/{number}/read", lambda: sum(store.check([key]) for key in keys.values()))
         raise error(decided)
-    values = dict(zip(keys, map(json.loads, texts), strict=True))
+    texts = store.multi_get(list(keys.values()))
     # All ranks have come to this exchange, so no rank still reads the one before.
     for key in (str(me), "outcome", "read"):
         store.delete_key(f"{prefix}/{number - 1}/{key}")
-    return values
+    _leave(store, f"{prefix}/{number}/read", lambda: len(keys))
+    return dict(zip(keys, map(json.loads, texts), strict=True))
 
 
 def confirm_same(
@@ -182,36 +185,36 @@ def _wait_for_ranks(group: dist.ProcessGroup, keys: Mapping[int, str], outcome: 
         return f"rank {listed(missing)} of {describe(group)} has not come to {place} within {seconds:g} s: {hint}"
 
     store: Any = c10d._get_process_group_store(group)
-    limit = time_limit(group).total_seconds()
-    end = time.monotonic() + limit
-    missing = list(keys)
+    limit, begin = time_limit(group).total_seconds(), time.monotonic()
+    told, missing = begin, list(keys)
     while missing and not store.check([outcome]):
         if refusals := _refusals(missing):
             return refusals
-        left = end - time.monotonic()
+        now = time.monotonic()
+        if now - begin >= limit:
+            return absence(limit)
+        if now - told >= PATIENCE:
+            log.warning("%s", absence(PATIENCE))
+            told = now
         try:
-            store.wait([keys[rank] for rank in missing], timedelta(seconds=max(min(left, PATIENCE), 0.01)))
+            wait = max(min(begin + limit - now, told + PATIENCE - now, LOOK), 0.01)
+            store.wait([keys[rank] for rank in missing], timedelta(seconds=wait))
             return ""
         except RuntimeError:  # this wait timed out, or the store is gone; then check() raises
             missing = [rank for rank in missing if not store.check([keys[rank]])]
-        if missing and left <= PATIENCE:
-            return absence(limit)
-        if missing:
-            log.warning("%s", absence(PATIENCE))
     return ""
 
 
-def _leave(store: Any, read: str, keys: Mapping[int, str]) -> None:
-    """Count this rank (key `read`) as one that has read the outcome; rank 0 waits for all that came (`keys`: by rank).
+def _leave(store: Any, read: str, came: Callable[[], int]) -> None:
+    """Count this rank (key `read`) as one that has read the outcome; rank 0 waits for all that came.
 
     Its process may host the store: if it ended with an error at once, the others would lose the connection instead of
     reading the reason.
     """
-    store.add(read, 1)
-    if dist.get_rank() == 0:
-        came = sum(store.check([key]) for key in keys.values())
+    with suppress(RuntimeError):  # rank 0 has waited long enough, and taken the store along
+        store.add(read, 1)
         end = time.monotonic() + LEAVING
-        while store.add(read, 0) < came and time.monotonic() < end:
+        while dist.get_rank() == 0 and int(store.get(read)) < came() and time.monotonic() < end:
             time.sleep(0.001)
 
 

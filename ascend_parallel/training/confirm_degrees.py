@@ -37,18 +37,19 @@ class ConfirmedCandidate:
 
 
 class TracedByRows:
-    """Graphs of a model's micro-batches; candidates whose micro-batches have the same rows share one."""
+    """Graphs of one model and loss; micro-batches of the same shapes, with parameters of the same dtypes, share one."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._known: dict[tuple[torch.Size, ...], Graph] = {}
+        self._known: dict[tuple[tuple[torch.Size, torch.dtype], ...], Graph] = {}
 
     def __call__(self, model: nn.Module, loss: Loss, batch: Sequence[Any]) -> Graph:
-        """Return the graph; model and loss are the same in every call."""
-        shapes = tuple(value.shape for value in batch if isinstance(value, torch.Tensor))
-        if shapes not in self._known:
-            self._known[shapes] = trace_with_loss(model, loss, batch)
-        return self._known[shapes]
+        """Return the graph; of the model in another dtype it is another."""
+        tensors = (*model.parameters(), *(value for value in batch if isinstance(value, torch.Tensor)))
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        if key not in self._known:
+            self._known[key] = trace_with_loss(model, loss, batch)
+        return self._known[key]
 
 
 def planned_whole(found: SearchResult, model: nn.Module, batch: Sequence[Any], loss: Loss) -> ConfirmedCandidate:

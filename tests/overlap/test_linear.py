@@ -59,9 +59,13 @@ def check_row(group, shape, dtype, settings, sequence_parallel, inputs=None, out
         close(b_r.grad, bias.grad, dtype)
 
 
-# float64 on every number of ranks, the others on one each: what ranks and dtypes do wrong, they do apart.
-CASES = [(count, torch.float64) for count in (2, 3, 4)]
-CASES += [(2, torch.float32), (3, torch.bfloat16), (4, torch.float16)]
+# float64 on every number of ranks, of the others each on one; the rest in `make stress`.
+DTYPES = {2: torch.float32, 3: torch.bfloat16, 4: torch.float16}
+CASES = [
+    pytest.param(count, dtype, marks=[] if dtype in (torch.float64, DTYPES[count]) else pytest.mark.stress)
+    for count in DTYPES
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+]
 
 
 @pytest.mark.sample("2-torch.float32")

@@ -87,6 +87,19 @@ consistency.confirm_same(group, "here", {"it": rank}, "differs", "")
 
 
 @pytest.mark.slow
+def test_a_rank_that_came_late_reads_what_the_first_gave_up_for():
+    late = """
+from ascend_parallel.process_groups import consistency
+time.sleep((0, 2, 9)[rank])
+if rank < 2: consistency.confirm_same(group, "here", {}, "differs", "")
+"""
+    for rank in launch(code(late, limit=4), [{}] * 3)[:2]:
+        assert rank.returncode == 1
+        assert re.search("DisagreementError: rank 2 of .* has not come to here within 4 s", rank.stderr), rank.stderr
+        assert "wait timeout" not in rank.stderr
+
+
+@pytest.mark.slow
 def test_settings_that_agree_are_confirmed():
     for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4"}] * 2):
         assert rank.stdout.startswith("after"), rank.stdout + rank.stderr

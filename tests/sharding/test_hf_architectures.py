@@ -71,8 +71,14 @@ ARCHITECTURES = {
     "Starcoder2": LLAMA,
     "XLMRoberta": {**PLAIN, "intermediate_size": 96, "is_decoder": True},
 }
-# Of four architectures one trains on two replicas: what differs is their operators, not what a replica is.
-CASES = [pytest.param(name, 2 if place % 4 == 2 else 1, id=name) for place, name in enumerate(ARCHITECTURES)]
+# Of four architectures one trains on two replicas, the others on one; the rest in `make stress`.
+CASES = [
+    pytest.param(
+        name, replicas, id=f"{name}-{replicas}", marks=[] if (place % 4 == 2) == (replicas == 2) else pytest.mark.stress
+    )
+    for place, name in enumerate(ARCHITECTURES)
+    for replicas in (1, 2)
+]
 # These call .float(), and sum over tokens in float32.
 IN_FLOAT32 = {"Gemma", "Gemma2", "Gemma3Text", "Mamba"}
 
@@ -125,7 +131,7 @@ def one_step(group, name, replicas):
     return set(held), set(parameters)
 
 
-@pytest.mark.sample("BioGpt")
+@pytest.mark.sample("BioGpt-1")
 @pytest.mark.parametrize(("name", "replicas"), CASES)
 def test_an_architecture_trains_as_on_one_card(ranks, name, replicas):
     held = ranks(2 * replicas).run(one_step, name, replicas)

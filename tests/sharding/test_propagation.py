@@ -254,7 +254,7 @@ def test_the_price_of_memory_is_on_what_the_plan_counts(name):
 def test_propagations_that_share_tables_give_the_plans_of_those_that_do_not():
     """Models, meshes, objectives, strategies and settings in turn: what they do not have in common stays apart."""
     shared = SharedTables()
-    for name, on in itertools.product(("llama", "bert"), (mesh(mp=2), mesh(dp=2, mp=2))):
+    for name, on in itertools.product(("llama", "bert"), (ProcessMesh([1, 0], ["mp"]), mesh(mp=2), mesh(dp=2, mp=2))):
         for objective, overlap in (("redistribution", False), ("time", False), ("time", True)):
             for strategies in ({}, CONFIGURED[name]) if "dp" in on.dim_names else ({},):
                 options = {"objective": objective, "overlap": overlap, "settings": Settings(num_chunks=4)}

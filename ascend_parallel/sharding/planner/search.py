@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain, starmap
 from typing import TypeVar
 
@@ -119,15 +119,24 @@ class SearchTables:
 
 
 class SharedTables:
-    """Tables of several searches, apart by what else than strategies they differ in."""
+    """Tables of several searches, apart by what else than strategies they differ in.
+
+    Rules that are registered (`register_rule`) after a search are not seen by the next.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
-        self.of = cache(self._of)
+        self._known: dict[Hashable, SearchTables] = {}
 
-    def _of(self, costs: MeshCosts, objective: str, hardware: str | Hardware, overlap: Settings | None) -> SearchTables:
-        del hardware  # the costs of computation
-        return SearchTables.of(costs, overlap if objective == "time" else None)
+    def of(
+        self, mesh: ProcessMesh, costs: MeshCosts, objective: str, hardware: str | Hardware, overlap: Settings | None
+    ) -> SearchTables:
+        """Return the tables of searches with all of these; the hardware prices computation."""
+        overlap = overlap if objective == "time" else None
+        key = (mesh.shape, tuple(mesh.process_ids), costs, objective, hardware, overlap)
+        if key not in self._known:
+            self._known[key] = SearchTables.of(costs, overlap)
+        return self._known[key]
 
 
 def readers_of_marked_weights(
@@ -193,7 +202,7 @@ class Search:
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = self.mesh.shape
-        tables = self.shared.of(self.costs, self.objective, self.hardware, self.overlap)
+        tables = self.shared.of(self.mesh, self.costs, self.objective, self.hardware, self.overlap)
         self._exposed, self.edges, self._interned = tables.exposed, tables.edges, tables.interned
         self._model = CostModel(find_hardware(self.hardware))
         self.differentiable = differentiable_values(self.graph)
