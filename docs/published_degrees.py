@@ -129,7 +129,7 @@ def compare_launch(run: PublishedRun) -> LaunchedRun:
         degrees_of(run),
     )
     theirs = candidate_of(evaluation, degrees, evaluation.memory(degrees))
-    traced = traced_preset(run.transformer(), run.sequence, run.global_batch, DTYPE)
+    traced, _ = traced_run(run)
     limit = max(hardware.memory.capacity, theirs.memory.total)
     found = search_traced(traced, ranks=run.devices, memory=limit, hardware=hardware.name)
     return LaunchedRun(run, theirs, found.best[0], predict_run(run).memory <= hardware.memory.capacity)

@@ -17,7 +17,8 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
-from ascend_parallel.sharding.planner.search import Search, SharedTables
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.tracing.trace import trace
 

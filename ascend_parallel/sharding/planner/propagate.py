@@ -23,7 +23,8 @@ from ascend_parallel.sharding.planner.operator_strategy import (
     strategy,
 )
 from ascend_parallel.sharding.planner.options import Option, Options
-from ascend_parallel.sharding.planner.search import Search, SharedTables
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.planner.under_backward import plan_under_backward
 from ascend_parallel.sharding.redistribute.costs import MeshCosts

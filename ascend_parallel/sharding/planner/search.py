@@ -8,11 +8,10 @@ own, and from there for each reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, starmap
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,14 +19,13 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.edge_costs import EdgeCosts, EdgeEnd, FusibleMatmul, GatheredGroup
+from ascend_parallel.sharding.planner.edge_costs import EdgeEnd, FusibleMatmul, GatheredGroup
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.operator_strategy import OperatorStrategy, fitting, named_nodes
 from ascend_parallel.sharding.planner.options import (
     Option,
-    Options,
     data_parallel_options,
     differentiable_values,
     expert_options,
@@ -38,7 +36,6 @@ from ascend_parallel.sharding.planner.options import (
 )
 from ascend_parallel.sharding.planner.overlapped_matmul import (
     ColumnGroup,
-    ExposedCosts,
     Matmul,
     column_group,
     column_obstacle,
@@ -49,94 +46,12 @@ from ascend_parallel.sharding.planner.overlapped_matmul import (
     sums_rows,
 )
 from ascend_parallel.sharding.planner.pruning import solved_by_pruning
+from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
-
-Result = TypeVar("Result")
-
-
-class Interned:
-    """Equal sequences of options as one object: layers share them, so results are looked up by identity.
-
-    Options are compared by their objects (`Options.of` returns the same for operators with the same signature, and
-    restrictions only leave some out), which costs far less than to hash hundreds of layouts for each operator.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._options: dict[tuple[int, ...], tuple[Option, ...]] = {}
-        # Values hold what their keys name by identity, so that nothing else gets the same identity.
-        self._results: dict[Hashable, tuple[object, tuple[object, ...]]] = {}
-
-    def options(self, options: Sequence[Option]) -> tuple[Option, ...]:
-        """Return the one tuple of these options."""
-        key = tuple(map(id, options))
-        known = self._options.get(key)
-        if known is None:
-            self._options[key] = known = tuple(options)
-        return known
-
-    def outputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
-        """Return the layouts of an output in each option."""
-        return self.result(("outputs", index), (options,), lambda: tuple(option.outputs[index] for option in options))
-
-    def inputs(self, options: tuple[Option, ...], index: int) -> tuple[Layout, ...]:
-        """Return the layouts of an input in each option."""
-        return self.result(("inputs", index), (options,), lambda: tuple(option.inputs[index] for option in options))
-
-    def result(self, kind: Hashable, of: tuple[object, ...], compute: Callable[[], Result]) -> Result:
-        """Return what `compute` returns for the objects `of`, computed once.
-
-        kind: what is computed, with all arguments that are compared by value.
-        """
-        key = (kind, *map(id, of))
-        if key not in self._results:
-            self._results[key] = compute(), of
-        return self._results[key][0]  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class SearchTables:
-    """What searches have in common that differ in their strategies alone; each computes what none before it has.
-
-    exposed: costs of matmuls with a collective; None: none run together. edges: costs between layouts. options: of
-    operators by signature. interned: what follows from options.
-    """
-
-    exposed: ExposedCosts | None
-    edges: EdgeCosts
-    options: Options
-    interned: Interned
-
-    @classmethod
-    def of(cls, costs: MeshCosts, overlap: Settings | None) -> SearchTables:
-        """Return empty tables for a mesh with these costs."""
-        exposed = ExposedCosts(costs, overlap) if overlap else None
-        return cls(exposed, EdgeCosts(costs.shape, costs, exposed), Options(costs.shape), Interned())
-
-
-class SharedTables:
-    """Tables of several searches, apart by what else than strategies they differ in.
-
-    Rules that are registered (`register_rule`) after a search are not seen by the next.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._known: dict[Hashable, SearchTables] = {}
-
-    def of(
-        self, mesh: ProcessMesh, costs: MeshCosts, objective: str, hardware: str | Hardware, overlap: Settings | None
-    ) -> SearchTables:
-        """Return the tables of searches with all of these; the hardware prices computation."""
-        overlap = overlap if objective == "time" else None
-        key = (mesh.shape, tuple(mesh.process_ids), costs, objective, hardware, overlap)
-        if key not in self._known:
-            self._known[key] = SearchTables.of(costs, overlap)
-        return self._known[key]
 
 
 def readers_of_marked_weights(

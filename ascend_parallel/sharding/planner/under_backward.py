@@ -20,7 +20,8 @@ from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs
 from ascend_parallel.sharding.planner.gradient_sums import BACKWARD, sums_of_gradients
-from ascend_parallel.sharding.planner.search import Interned, Search
+from ascend_parallel.sharding.planner.search import Search
+from ascend_parallel.sharding.planner.search_tables import Interned
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 
 # A plan whose time is within this share of the lower bound of all plans is good enough.

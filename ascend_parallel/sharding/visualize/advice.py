@@ -13,7 +13,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import seconds as seconds_of
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.propagate import propagate
-from ascend_parallel.sharding.planner.search import SharedTables
+from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.principles import TITLES
