@@ -3,6 +3,8 @@
     python benchmarks/gpu.py                         gloo: GPU, host, TCP, host, GPU
     python benchmarks/gpu.py --backend nccl          NCCL 2.30 and later, with NCCL_MULTI_RANK_GPU_ENABLE=1
     python benchmarks/gpu.py --device cpu --hidden 256 --rows 256 --heads 4      the same on CPUs
+    python benchmarks/gpu.py --halves --nccl PATH    two halves of the card at the same time: benchmarks/halves.py; PATH
+                                                     of libnccl.so.2 of NCCL 2.30 or later, where torch's is older
 
 Row and column layers, without and with sequence parallelism (`row_linear`, `column_linear`), beside torch's matmuls and
 collectives in turn ("plain"): which results differ from plain's bits, the largest error against float64, and
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from frameworks import state_of, torch_decoder
+from halves import PARTS, run_halves
 from measuring import (
     VARIANTS,
     State,
@@ -47,6 +50,7 @@ from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.ops.unfinished import whole
 
 RANKS, PLAIN = 2, "plain"
+OWN_PARTS = ("layers", "steps", "streams", "profile")
 KINDS = ("row", "row, sequence parallel", "column", "column, sequence parallel")
 LAYERS: dict[str, dict[str, Any]] = {
     "2": {"num_chunks": 2},
@@ -62,19 +66,35 @@ Tensors = dict[str, torch.Tensor]
 
 def main() -> None:
     """Read the command line, run, print."""
-    parser = options_of(__doc__, link=False, rounds=15)
+    parser = options_of(__doc__, link=False, rounds=15, json=True)
+    parser.add_argument("--halves", action="store_true", help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument("--nccl", type=Path, metavar="PATH", help="with --halves: NCCL's library")
+    parser.add_argument("--ctas", default="4", help="with --halves: CTAs of a collective, with commas; 0: NCCL's own")
+    parser.add_argument("--share", type=int, default=45, help="with --halves: per cent of the card for each rank")
+    parser.add_argument("--modes", default="all-reduce,sequence parallel", help="with --halves: of the steps")
+    parser.add_argument("--repeats", type=int, default=10, help="with --halves: calls of a layer in a round")
+    parser.add_argument("--batch", type=int, default=4, help="with --halves: sequences of the steps")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--plugin", help="a module to import first, which registers the backend")
-    parser.add_argument("--parts", default="layers,steps,streams,profile", help="with commas")
+    parser.add_argument("--parts", help="with commas; default: all")
     parser.add_argument("--chunks", default="2,4,8,4 region,auto,auto region=auto", help=VARIANTS + "; of the decoder")
-    parser.add_argument("--connections", type=int, default=1, help="CUDA_DEVICE_MAX_CONNECTIONS; default: 1")
+    parser.add_argument("--connections", type=int, help="CUDA_DEVICE_MAX_CONNECTIONS; default: 1, with --halves 8")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="with commas")
     for name, size in {"hidden": 4096, "rows": 4096, "layers": 2, "heads": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--traces", type=Path, help="keep rank 0's traces in this folder")
     options = vars(parser.parse_args())
     options["traces"] = options["traces"] and str(options["traces"].absolute())
+    options["nccl"] = options["nccl"] and str(options["nccl"].absolute())
+    options["connections"] = options["connections"] or (8 if options["halves"] else 1)
+    options["parts"] = options["parts"] or ",".join(PARTS if options["halves"] else OWN_PARTS)
+    file = options.pop("json")
+    if options["halves"]:
+        run_halves(options, file)
+        return
+    if file is not None:
+        raise ValueError("--json needs --halves")
     for text in on_ranks("gpu:rank", RANKS, limit=1200, options=options):
         print(text)
 

@@ -11,6 +11,8 @@ The probe is invisible to the run: no autograd, no dispatch mode, no draw from t
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,7 +27,10 @@ from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, cancelling_o
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import exchange
+
+log = logging.getLogger("ascend_parallel")
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Choice, str], Choice]] = WeakKeyDictionary()
 
@@ -47,8 +52,14 @@ def keep_bits(choice: Choice, group: dist.ProcessGroup, device: torch.device, la
 def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layout: str) -> Choice:
     if device.type != "cpu" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return replace(choice, bit_exact=False, reason=f"{choice.reason}; bits not probed while a graph is captured")
+    start = time.perf_counter()
+    if not backend_of(group, device).blocks_host:
+        _finish_collectives(choice, group, device)
     candidates = _candidates(choice)
     index = _first_exact_everywhere(choice, candidates, group, device, layout)
+    if dist.get_rank() == 0:
+        took = 1e3 * (time.perf_counter() - start)
+        log.info("%s: asked in %.0f ms which chunks keep the bits", name_of(choice.problem), took)
     if index == len(candidates):
         what = "these chunks change" if len(candidates) == 1 else "every cut changes"
         return replace(choice, bit_exact=False, reason=f"{choice.reason}; {what} the matmul's bits on this machine")
@@ -56,6 +67,18 @@ def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layou
     if index:
         why += f"; {len(sizes)} chunks, because smaller ones change the matmul's bits on this machine"
     return replace(choice, sizes=sizes, bit_exact=True, reason=why)
+
+
+def _finish_collectives(choice: Choice, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Return once no rank of `group` has work on its device.
+
+    A collective in flight keeps compute units until all its ranks have some. Ranks that share a card could then wait
+    for each other: one in its probe, the other in a collective for which the probing rank has no unit left.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)
+    what = f"the probe of which chunks keep the bits of {name_of(choice.problem)}, its device idle"
+    exchange(group, what, {}, CollectiveError)
 
 
 def _candidates(choice: Choice) -> list[Sizes]:
@@ -80,19 +103,21 @@ def _first_exact_everywhere(
 
 
 def _is_exact(choice: Choice, sizes: Sizes, group: dist.ProcessGroup, device: torch.device, layout: str) -> bool:
-    cut = CutMatmul(choice.problem, choice.kernel, sizes, group.rank())
+    batched = backend_of(group, device).launches
+    cut = CutMatmul(choice.problem, choice.kernel, sizes, group.rank(), batched)
     layouts = (layout,) if layout else (TRANSPOSED, ROW_MAJOR)
     return all(same_bits(cut, layout, device, torch.get_num_threads()) for layout in layouts)
 
 
 @dataclass(frozen=True)
 class CutMatmul:
-    """The chunks in which a kernel multiplies a problem on one rank of its group."""
+    """The chunks in which a kernel multiplies a problem on one rank of its group; `batched` as in `rank_blocks`."""
 
     problem: Problem
     kernel: str
     sizes: Sizes
     rank: int
+    batched: bool
 
 
 @lru_cache(maxsize=4096)
@@ -102,7 +127,10 @@ def same_bits(cut: CutMatmul, layout: str, device: torch.device, threads: int) -
         with without_grad_and_modes():
             x, w = cancelling_operands(cut.problem, layout, device)
             whole = torch.mm(x, w)
-            return all(torch.equal(product, expected) for product, expected in _products(cut, x, w, whole))
+            if not cut.batched:
+                return all(torch.equal(product, expected) for product, expected in _products(cut, x, w, whole))
+            # On a device the host reads one answer, not one for each product.
+            return bool(torch.stack([(one == other).all() for one, other in _products(cut, x, w, whole)]).all())
     except torch.OutOfMemoryError:
         return False
 
@@ -117,10 +145,16 @@ def _products(
     own = cut.rank if cut.kernel == "chunked" and problem.operator == ALL_GATHER else None
     if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
         yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
-    # Its own rows are multiplied in chunks too, where they are unfinished themselves.
-    inputs = cut_blocks(rank_blocks(x_r_m), sizes)
-    expected = cut_blocks(rank_blocks(whole_r_m), sizes)
-    for x_blocks, blocks in zip(inputs, expected, strict=True):
+        # In chunks, where they are unfinished themselves.
+        yield from _chunks([x_r_m[own]], [whole_r_m[own]], w, sizes)
+    x_blocks, expected = (rank_blocks(each, cut.batched, but=own) for each in (x_r_m, whole_r_m))
+    yield from _chunks(x_blocks, expected, w, sizes)
+
+
+def _chunks(
+    x_blocks: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], w: torch.Tensor, sizes: Sizes
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for x_c, blocks in zip(cut_blocks(x_blocks, sizes), cut_blocks(expected, sizes), strict=True):
         products = [torch.empty_like(block, memory_format=torch.contiguous_format) for block in blocks]
-        multiply_blocks(x_blocks, w, products)
+        multiply_blocks(x_c, w, products)
         yield from zip(products, blocks, strict=True)

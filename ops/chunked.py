@@ -14,7 +14,7 @@ Each tensor is split once, before the loop: slicing inside the loop costs severa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,18 +26,21 @@ from ascend_parallel.ops.collectives import (
     BY_BACKEND,
     IN_TREE,
     FinishingWork,
+    Gathers,
     StartScatter,
+    all_gathers,
     reduce_scatters,
     summed_in_backend_order,
 )
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import BlockedWeight, cut_blocks, multiply, multiply_blocks, rank_blocks
+from ascend_parallel.ops.multiply import BlockedWeight, batches, cut_blocks, multiply, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import arriving, is_unfinished
+from ascend_parallel.process_groups.backend import backend_of
 
 supports = summed_in_backend_order
 
@@ -127,16 +130,19 @@ def matmul_reduce_scatter(
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
     computed: list[tuple[StartScatter, torch.Tensor]] = []
+    batched = backend_of(group, x_m.device).launches and not row_tile
+    if batched and isinstance(w, torch.Tensor):
+        w = w.expand(ranks, k, n)
     added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
-        inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), row_tile), sizes)
+        inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), batched), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         chunks = zip(starts, accumulate(sizes), inputs, outputs, sizes, added, strict=True)
         for start, stop, x_blocks, y_c, size, addend_r in chunks:
             up_to(stop)
             y_r = y_c.view(ranks, size, n)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, row_tile), row_tile)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, batched), row_tile)
             if addend_r is not None:
                 compute(BESIDE, "add", y_r.add_, addend_r)
             computed.append((start, y_c))
@@ -158,43 +164,59 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int = 0,
     each: EachRows | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K]: x_shard_m [M / R, K], w [K, N].
 
-    All gathers start at once and write in place. The rank's own rows are multiplied first, since they need no
-    gather; then the other ranks' rows, chunk by chunk, as they arrive. `each` is called after each of these matmuls.
+    All gathers start at once. The rank's own rows are multiplied first, since they need no gather; then the other
+    ranks' rows, chunk by chunk, as they arrive. `each` is called after each of these matmuls. Without keep_gathered
+    the second result is None: this rank's own rows are then not copied.
 
     Of an unfinished x_shard_m a chunk is sent, and its own rows are multiplied, as soon as the chunk is there.
     """
     ranks, rank, in_chunks = group.size(), group.rank(), is_unfinished(x_shard_m) and not row_tile
     x_shard_m = x_shard_m.contiguous()
     own_m, _ = arriving(x_shard_m)
+    batched = backend_of(group, own_m.device).launches and not row_tile and ranks > 2
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
+    y_parts = y_r_m.unbind()
 
-    def multiply_own(start: int, stop: int) -> None:
-        own = own_m[start:stop]
-        compute(MATMUL, "own rows", multiply, own, w, y_r_m[rank, start:stop], row_tile)
+    def multiply_own(own: torch.Tensor, y: torch.Tensor, rows: slice) -> None:
+        compute(MATMUL, "own rows", multiply, own, w, y, row_tile)
         if each is not None:
-            each(rank, slice(start, stop), own)
+            each(rank, rows, own)
 
-    then = (lambda index: multiply_own(*bounds[index])) if in_chunks else None
-    gathering, gathered = start_gathers(x_shard_m, group, sizes, ALL_GATHER, then)
-    inputs = list(cut_blocks(rank_blocks(gathered, row_tile, but=rank), sizes))
-    outputs = list(cut_blocks(rank_blocks(y_r_m, row_tile, but=rank), sizes))
+    def multiply_own_chunk(index: int) -> None:
+        rows = slice(*bounds[index])
+        multiply_own(own_m[rows], y_parts[rank][rows], rows)
+
+    then = multiply_own_chunk if in_chunks else None
+    gathering, gathers = start_gathers(x_shard_m, group, sizes, ALL_GATHER, then, keep=keep_gathered)
+    inputs = _peer_blocks(gathers, sizes, rank, batched)
+    outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
 
     with gathering.launching():
         if not in_chunks:
-            multiply_own(0, x_shard_m.shape[0])
+            multiply_own(own_m, y_parts[rank], slice(0, own_m.shape[0]))
         COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
-        for index, _ in enumerate(sizes):
+        for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
-            compute(MATMUL, "matmul", multiply_blocks, inputs[index], w, outputs[index], row_tile)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
             if each is not None:
-                rows = slice(*bounds[index])
                 for other in (*range(rank), *range(rank + 1, ranks)):
-                    each(other, rows, gathered[other, rows])
-    return y_r_m.flatten(0, 1), gathering.wait()
+                    each(other, slice(*bounds[index]), gathers.rows[index][other])
+    gathered = gathering.wait()
+    return y_r_m.flatten(0, 1), gathered if keep_gathered else None
+
+
+def _peer_blocks(gathers: Gathers, sizes: Sizes, rank: int, batched: bool) -> Iterable[Sequence[torch.Tensor]]:
+    """Return the peers' rows of each chunk as `rank_blocks` does."""
+    if batched and gathers.in_place:
+        assert gathers.gathered is not None
+        return cut_blocks(batches(gathers.gathered, rank), sizes)
+    if batched:
+        return [batches(rows, rank) for rows in gathers.rows if isinstance(rows, torch.Tensor)]
+    return [[x_c for other, x_c in enumerate(rows) if other != rank] for rows in gathers.rows]
 
 
 def start_gathers(
@@ -203,24 +225,28 @@ def start_gathers(
     sizes: Sizes,
     operator: str,
     then: Callable[[int], object] | None = None,
-) -> tuple[Pending, torch.Tensor]:
-    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K] and its view [R, M / R, K].
+    *,
+    keep: bool = True,
+) -> tuple[Pending, Gathers]:
+    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K], and where the chunks come.
 
-    Several chunks in flight keep both directions of a link busy; a single collective may not. ``then(i)`` is called
-    after the start of chunk i.
+    With keep=False the pending tensor is not to be read. ``then(i)`` is called after the start of chunk i.
     """
     x_shard_m, up_to = arriving(x_shard_m)
-    gathered = x_shard_m.new_empty(group.size(), *x_shard_m.shape)
-    pending = Pending(gathered.flatten(0, 1), operator, group, len(sizes))
+    pending = Pending(x_shard_m, operator, group, len(sizes))
     with pending.launching():
-        outputs = cut_blocks(gathered.unbind(), sizes)
-        chunks = zip(accumulate(sizes), torch.split_with_sizes(x_shard_m, sizes), outputs, strict=True)
-        for index, (stop, x_c, places) in enumerate(chunks):
+        gathers = pending.expect(all_gathers, x_shard_m, sizes, group, keep)
+        if gathers.gathered is not None:
+            pending.tensor = gathers.gathered.flatten(0, 1)
+        chunks = zip(accumulate(sizes), torch.split_with_sizes(x_shard_m, sizes), gathers.starts, strict=True)
+        for index, (stop, x_c, start) in enumerate(chunks):
             up_to(stop)
-            pending.launch(dist.all_gather, list(places), x_c.contiguous(), group=group, async_op=True)
+            pending.launch(start, x_c.contiguous())
             if then is not None:
                 then(index)
-    return pending, gathered
+        if keep and gathers.in_place and gathers.gathered is not None:
+            compute(BESIDE, "own rows", gathers.gathered[group.rank()].copy_, x_shard_m)
+    return pending, gathers
 
 
 def _start(computed: list[tuple[StartScatter, torch.Tensor]], pending: Pending) -> None:

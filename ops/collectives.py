@@ -1,6 +1,8 @@
 """The asynchronous collectives of the operators.
 
-This module hides two differences: torch 2.13 renamed two collectives, and gloo has no native reduce-scatter.
+This module hides what differs between backends (process_groups/backend.py): gloo has no reduce-scatter of its own, and
+rows that are gathered in chunks reach their places by sends, by one exchange of lists, or through a buffer. torch 2.13
+renamed two collectives.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +22,7 @@ from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
 # neither a program's own sends nor receives left over from a failed call.
@@ -35,6 +38,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 BY_BACKEND, BY_RANK, IN_TREE = "backend", "rank", "tree"
 
 SumParts = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+StartGather = Callable[[torch.Tensor], Work]
+"""Starts ``rows_c = all_gather(x_c)``: contiguous x_c [c, K], this rank's rows; rows_c [R, c, K] of all ranks."""
 StartScatter = Callable[[torch.Tensor], Work]
 """Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
 
@@ -43,6 +48,90 @@ def all_gather_single(out_m: torch.Tensor, x_shard_m: torch.Tensor, group: dist.
     """Start ``out_m = all_gather(x_shard_m)``: x_shard_m [M / R, K], contiguous out_m [M, K], in rank order."""
     work: Work = _all_gather(out_m, x_shard_m.contiguous(), group=group, async_op=True)
     return work
+
+
+class Gathers(NamedTuple):
+    """All-gathers of chunks of rows that are to be started.
+
+    gathered
+        [R, M / R, K]: the rows of all ranks, in their places once the chunks are waited for; None if nobody keeps them.
+    rows
+        For each chunk the rows [c, K] of each rank, once it is waited for; of this rank only in a buffer.
+    starts
+        For each chunk the function that starts its gather.
+    in_place
+        Whether `rows` are those of `gathered`; to which this rank's own rows then do not come: the caller has them.
+    """
+
+    gathered: torch.Tensor | None
+    rows: Sequence[Sequence[torch.Tensor] | torch.Tensor]
+    starts: Sequence[StartGather]
+    in_place: bool
+
+
+def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, keep: bool) -> Gathers:
+    """Return the all-gathers of chunks of x_shard_m [M / R, K], of which no backend copies a chunk to its places.
+
+    On gloo, posts the receives of all chunks: see `_exchange_and_sum`. Only a gather through a buffer needs memory
+    beside the gathered rows: as much again, if these are kept.
+    """
+    (m, k), ranks, rank = x_shard_m.shape, group.size(), group.rank()
+    way = backend_of(group, x_shard_m.device).gathers
+    if way == CHUNK_MAJOR:
+        buffers = torch.split_with_sizes(x_shard_m.new_empty(ranks * m, k), [ranks * size for size in sizes])
+        gathered = x_shard_m.new_empty(ranks, m, k) if keep else None
+        places = [None] * len(sizes) if gathered is None else torch.split_with_sizes(gathered, sizes, 1)
+        through = [functools.partial(_gather_and_place, *pair, group) for pair in zip(buffers, places, strict=True)]
+        return Gathers(gathered, [buffer.view(ranks, -1, k) for buffer in buffers], through, in_place=False)
+    gathered = x_shard_m.new_empty(ranks, m, k)
+    rows = list(zip(*(torch.split_with_sizes(x_m, sizes) for x_m in gathered.unbind()), strict=True))
+    starts: Sequence[StartGather]
+    if way == ALL_TO_ALL:
+        nothing = x_shard_m[:0]
+        starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
+    else:
+        tag, peers = _next_tag(group), [peer for peer in range(ranks) if peer != rank]
+        starts = [_receive(rows_c, peers, group, tag) for rows_c in rows]
+    return Gathers(gathered, rows, starts, in_place=True)
+
+
+def _receive(rows_c: Sequence[torch.Tensor], peers: Sequence[int], group: dist.ProcessGroup, tag: int) -> StartGather:
+    """Post the receives of a chunk on gloo, into the places of its peers' rows; the function sends this rank's."""
+    works = [dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+
+    def start(x_c: torch.Tensor) -> Work:
+        works.extend(dist.isend(x_c, group=group, group_dst=peer, tag=tag) for peer in peers)
+        return FinishingWork(works, _nothing, group, x_c)
+
+    return start
+
+
+def _exchange_rows(
+    rows_c: Sequence[torch.Tensor], nothing: torch.Tensor, rank: int, group: dist.ProcessGroup, x_c: torch.Tensor
+) -> Work:
+    """Gather a chunk by one exchange of lists; a rank exchanges `nothing` with itself, so that nothing is copied."""
+    places, sent = list(rows_c), [x_c] * len(rows_c)
+    places[rank] = sent[rank] = nothing
+    work: Work = dist.all_to_all(places, sent, group=group, async_op=True)
+    return work
+
+
+def _gather_and_place(
+    buffer: torch.Tensor, place: torch.Tensor | None, group: dist.ProcessGroup, x_c: torch.Tensor
+) -> Work:
+    """Gather a chunk into a buffer [R c, K]; `wait` copies it to its place [R, c, K], unless that is None."""
+    work = all_gather_single(buffer, x_c, group)
+    if place is None:
+        return work
+    return FinishingWork([work], functools.partial(place.copy_, buffer.view_as(place)), group, buffer)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    return FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
 
 
 class FinishingWork:
@@ -175,14 +264,14 @@ def reduce_scatters(
 ) -> Sequence[StartScatter]:
     """Return, for each chunk of rows of the contiguous out_m [M / R, ...], the function that starts its reduce-scatter.
 
-    On gloo, posts the receives of all chunks. gloo's own order is that of the ranks. For sums in a tree of 16-bit
-    results the functions take fp32.
+    Where the backend has no reduce-scatter of its own, posts the receives of all chunks. gloo's own order is that of
+    the ranks. For sums in a tree of 16-bit results the functions take fp32.
     """
     outs, sum_parts = torch.split_with_sizes(out_m, sizes), _SUMS[order]
-    if not sends_from_memory(group, out_m.device):
+    if backend_of(group, out_m.device).own_scatter:
         start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
-    tag = FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
+    tag = _next_tag(group)
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
@@ -196,20 +285,7 @@ def summed_in_backend_order(problem: Problem) -> str | None:
     """Return a refusal if the problem needs sums in rank order and the backend chooses the order; else None."""
     if problem.deterministic == TP:
         return NOT_AT_EVERY_DEGREE
-    if not problem.deterministic or problem.operator == ALL_GATHER or (problem.ranks == 2 and problem.device == "cpu"):
+    one_order = problem.ranks == 2 and usual_backend(problem.device).adds_pairs
+    if not problem.deterministic or problem.operator == ALL_GATHER or one_order:
         return None
     return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"
-
-
-def sends_from_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether the group is gloo's and `device` a CPU: gloo's sends and receives read the host's memory alone.
-
-    The collectives of a tensor on a GPU, its reduce-scatter among them, gloo copies through the host.
-    """
-    return device.type == "cpu" and on_gloo(group, device)
-
-
-def on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether the group's backend on `device` is gloo, which runs several collectives at the same time."""
-    name: str = group._get_backend(device).name()
-    return name == "gloo"

@@ -105,28 +105,34 @@ def multiply_blocks(
     y_blocks: Sequence[torch.Tensor],
     row_tile: int = 0,
 ) -> None:
-    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K] (w a tensor), w [K, N]."""
+    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K]; w [K, N], or [r, K, N] expanded."""
     for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
         if x_block.dim() == 2 or not isinstance(w, torch.Tensor):
             multiply(x_block, w, y_block, row_tile)
         else:
-            torch.bmm(x_block, w.expand(x_block.shape[0], *w.shape), out=y_block)
+            torch.bmm(x_block, w if w.dim() == 3 else w.expand(x_block.shape[0], *w.shape), out=y_block)
 
 
-def rank_blocks(x_r_m: torch.Tensor, row_tile: int = 0, but: int | None = None) -> Sequence[torch.Tensor]:
-    """Return the ranks' rows [R, m, K], without those of rank `but`, in the blocks that the device multiplies fastest.
+def rank_blocks(x_r_m: torch.Tensor, batched: bool, but: int | None = None) -> Sequence[torch.Tensor]:
+    """Return the ranks' rows [R, m, K], without those of rank `but`, in the blocks that are multiplied fastest.
 
-    On a CPU, and with tiles, a block [m, K] for each rank: a batch saves no launch there, and is slower in 16 bits.
+    A block [m, K] for each rank; `batched` (`Backend.launches`, without tiles), one launch for several ranks.
     """
-    if row_tile or x_r_m.device.type == "cpu":
+    if not batched:
         return [x_m for rank, x_m in enumerate(x_r_m.unbind()) if rank != but]
     return batches(x_r_m, but)
 
 
 def batches(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tensor]:
-    """Return the ranks' rows [R, m, K], without those of rank `but`, as strided batches [r, m, K], one launch each."""
-    parts = [x_r_m] if but is None else [x_r_m[:but], x_r_m[but + 1 :]]
-    return [batch for batch in parts if batch.shape[0]]
+    """Return the ranks' rows [R, m, K], without those of rank `but`, in one launch each: [m, K] or batches [r, m, K].
+
+    Between the first and the last rank there are two: no stride leads over a rank's own rows.
+    """
+    ranks = x_r_m.shape[0]
+    if but is None:
+        return [x_r_m]
+    bounds = ((0, but), (but + 1, ranks))
+    return [x_r_m[start] if stop - start == 1 else x_r_m[start:stop] for start, stop in bounds if start < stop]
 
 
 def cut_blocks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[torch.Tensor, ...]]:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ascend_parallel.ops import chunked, npu, reference, shm, tree
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.blocks import degree_tile
-from ascend_parallel.ops.collectives import on_gloo
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
@@ -32,6 +31,8 @@ from ascend_parallel.ops.record import BESIDE, MATMUL, RECORDING, compute
 from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, DegreeError, choose, name_of, usual_chunks
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.ops.unfinished import is_unfinished
+from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -141,7 +142,8 @@ def start_matmul_reduce_scatter(
     with autocast_off(x):
         call = OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts, product=product)
         x_m, right, choice = _prepare(call)
-        if after is not None and not on_gloo(group, x.device):
+        backend = backend_of(group, x.device)
+        if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
             after = None
         kernel, options = kernel_of(choice), dict(choice.options)
         if addend is not None:
@@ -214,8 +216,10 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
     """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings), settings.chunk_rows)
-    if len(sizes) > 1:
+    if len(sizes) > 1 and is_unfinished(x_m):  # each chunk is sent as soon as it is there
         return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
+    if len(sizes) > 1 and backend_of(group, x_m.device).gathers == SENDS:
+        return chunked.start_gathers(x_m, group, (x_m.shape[0],), "all_gather")[0]
     return reference.gather_rows(x_m, group, "all_gather")
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, sum_in_rank_order
+from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import multiply
 from ascend_parallel.ops.pending import Pending
@@ -77,6 +77,6 @@ def matmul_reduce_scatter(
 
 def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start an all-reduce of y_c [c, N]: all ranks gather the parts, and `wait` sums them into y_c, in rank order."""
-    parts = y_c.new_empty(group.size(), *y_c.shape).unbind()
-    work = dist.all_gather(list(parts), y_c, group=group, async_op=True)
-    return FinishingWork([work], functools.partial(sum_in_rank_order, parts, y_c), group, y_c)
+    parts = y_c.new_empty(group.size(), *y_c.shape)
+    work = all_gather_single(parts.flatten(0, 1), y_c, group)
+    return FinishingWork([work], functools.partial(sum_in_rank_order, parts.unbind(), y_c), group, y_c)

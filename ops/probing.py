@@ -27,15 +27,16 @@ def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> 
     sum that a routine returns is the rounding of its own order of additions. Of random operands the same numbers
     would hide it: a sum of K products in fp32, rounded to 16 bits, is mostly the same in any order.
     """
-    generator = torch.Generator().manual_seed(0)
+    # On the device: a copy from the host may wait for a collective in flight, which waits for ranks that probe too.
+    generator = torch.Generator(device).manual_seed(0)
     m, k, n = problem.m, problem.k, problem.n
-    places = torch.randperm(k, generator=generator)
+    places = torch.randperm(k, generator=generator, device=device)
 
     def drawn(rows: int, sign: int) -> torch.Tensor:
         shape = max(1, min(rows, DRAWN_ROWS)), k // 2
-        numbers = torch.randn(shape, generator=generator, device="cpu").to(problem.dtype)
+        numbers = torch.randn(shape, generator=generator, device=device).to(problem.dtype)
         left_over = numbers.new_zeros(shape[0], k % 2)
-        base = torch.cat([numbers, sign * numbers, left_over], 1).index_select(1, places).to(device)
+        base = torch.cat([numbers, sign * numbers, left_over], 1).index_select(1, places)
         return base.repeat(-(-rows // shape[0]), 1)[:rows].contiguous()
 
     x, w_t = drawn(m, 1), drawn(n, -1)

@@ -16,6 +16,7 @@ from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, TP, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.process_groups.backend import usual_backend
 
 # In the order of preference. Fused kernels run only on request, "chunked" with two chunks or more, "ordered" if the
 # others do not sum in rank order, "tree" if the bits must be the same at every degree.
@@ -262,7 +263,7 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
         return False
     same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
     if kernel == "reference":
-        return same_sums or problem.operator == ALL_REDUCE or problem.device != "cpu"
+        return same_sums or problem.operator == ALL_REDUCE or usual_backend(problem.device).own_scatter
     if not same_sums or problem.antiquant or problem.device == "npu":
         return False
     gathers = problem.operator == ALL_GATHER

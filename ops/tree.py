@@ -133,7 +133,7 @@ def all_gather_matmul(
     keep_gathered: bool = True,
     row_tile: int,
     features: BlockedFeatures,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K], as `chunked` does: x_shard_m [M / R, K]."""
     if group.size() == 1 or not x_shard_m.shape[0]:
         return matmul(x_shard_m, w, row_tile=row_tile, features=features), x_shard_m
@@ -160,6 +160,6 @@ def sum_of_blocks(blocks: Sequence[torch.Tensor], group: dist.ProcessGroup | Non
         return own
     parts = own.new_empty(group.size(), *own.shape)
     with Pending(parts, "sum of blocks", group) as pending:
-        pending.launch(dist.all_gather, list(parts.unbind()), own, group=group, async_op=True)
+        pending.launch(all_gather_single, parts.view(-1), own.view(-1), group)
         sum_in_tree(pending.wait().unbind(), total)
     return total

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.process_groups.backend import backend_of
+
 
 def describe(group: dist.ProcessGroup) -> str:
     """Return a group in words: its description, or its name, and its global ranks.
@@ -47,13 +49,14 @@ class LimitedWork:
     """A started collective, send or receive: `wait` raises `RuntimeError` after the `time_limit` of its group.
 
     gloo keeps to the group's own limit: half an hour in the groups that Megatron and torch's DeviceMesh make, whatever
-    the program gave to init_process_group. Other backends watch their collectives, and such a wait would stop the host.
+    the program gave to init_process_group. A backend that does not block the host watches its collectives itself, and
+    such a wait would stop the host.
     """
 
     def __init__(self, work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
         """Hold a work of `group` on tensors of `device`."""
         self._work, self._group = work, group
-        self._limit = time_limit(group) if group._get_backend(device).name() == "gloo" else None
+        self._limit = time_limit(group) if backend_of(group, device).blocks_host else None
         self.is_completed, self.get_future = work.is_completed, work.get_future
 
     def wait(self) -> None:

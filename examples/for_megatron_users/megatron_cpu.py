@@ -273,8 +273,8 @@ def next_token_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tenso
     tokens  [batch, seq + 1]  the same on every tensor-parallel rank
     """
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-    hidden_from = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool).triu(1)
+    positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+    hidden_from = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
     losses: torch.Tensor = model(inputs, positions, hidden_from, labels=labels)
     return losses.mean()
 

@@ -141,7 +141,7 @@ def test_the_machine_is_really_asked(monkeypatch):
     bits.same_bits.cache_clear()
     monkeypatch.setattr(torch, "mm", changing)
     try:
-        found = [bits.same_bits(bits.CutMatmul(problem, "chunked", cut, 0), TRANSPOSED, CPU, 1) for cut in cuts]
+        found = [bits.same_bits(bits.CutMatmul(problem, "chunked", cut, 0, False), TRANSPOSED, CPU, 1) for cut in cuts]
     finally:
         bits.same_bits.cache_clear()
     assert found == [True, True, False]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from backends import as_backend
 from layers import Layers
 from pool import on_ranks
 from test_linear import SHAPES, check_column, check_row
@@ -224,15 +225,9 @@ def test_every_path_matches_the_truth(ranks, count, dtype):
 @on_ranks()
 def test_backends_that_are_not_gloo(group):
     """What runs where the backend is not gloo: an all-to-all and the sum."""
-    from ascend_parallel.ops import collectives
-
-    kept = collectives.on_gloo
-    collectives.on_gloo = lambda group, device: False
-    try:
+    with as_backend("nccl", group):
         every_path(group, torch.float32)
         assert bits(group, [ordered(num_chunks=chunks) for chunks in CHUNKS], torch.bfloat16) == (True, 1)
-    finally:
-        collectives.on_gloo = kept
 
 
 @pytest.mark.parametrize(

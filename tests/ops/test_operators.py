@@ -2,12 +2,12 @@
 
 import itertools
 import runpy
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from backends import as_backend
 from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,40 +121,29 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(group):
         assert torch.equal(whole, ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0]), chunks
 
 
-@pytest.mark.sample("3")
+@pytest.mark.sample("nccl-3", "hccl-3")
 @pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", ["nccl", "hccl"])
 @on_ranks()
-def test_batched_matmuls_and_the_backends_own_reduce_scatter(group):
-    """The code for devices other than a CPU: strided batches and the backend's own reduce-scatter."""
-    from ascend_parallel.ops import bits, chunked
-    from ascend_parallel.ops.collectives import reduce_scatter_single
-    from ascend_parallel.ops.multiply import batches
-
-    def native(out_m, sizes, group, in_rank_order):
-        return [partial(reduce_scatter_single, out_c, group) for out_c in torch.split(out_m, sizes)]
-
-    def batched(x_r_m, row_tile=0, but=None):
-        return batches(x_r_m, but)
-
-    kept = chunked.rank_blocks, chunked.reduce_scatters
-    chunked.rank_blocks = bits.rank_blocks = batched
-    chunked.reduce_scatters = native
-    try:
+def test_the_way_of_a_backend_that_does_not_block_the_host(group, name):
+    """Strided batches, gathers without lists, the backend's own reduce-scatter."""
+    with as_backend(name, group):
         every_case(group, torch.float32)
         strided_cases(group)
-    finally:
-        chunked.rank_blocks, chunked.reduce_scatters = kept
-        bits.rank_blocks = kept[0]
 
 
 @on_ranks(2)
 def test_tensors_of_a_gpu_are_not_sent_from_the_hosts_memory(group):
     """Of a tensor on a GPU gloo can run collectives, but neither send nor receive."""
-    from ascend_parallel.ops.collectives import reduce_scatter_single, reduce_scatters
+    from ascend_parallel.ops.collectives import all_gathers, reduce_scatter_single, reduce_scatters
 
     with FakeTensorMode():
-        starts = reduce_scatters(torch.empty(8, 4, device="cuda"), (4, 4), group)
+        x = torch.empty(8, 4, device="cuda")
+        starts = reduce_scatters(x, (4, 4), group)
+        gathers = all_gathers(x, (4, 4), group, keep=True)
     assert [start.func for start in starts] == [reduce_scatter_single] * 2
+    assert [tuple(rows.shape) for rows in gathers.rows] == [(2, 4, 4)] * 2
+    assert not gathers.in_place
 
 
 class Refusing(dist.ProcessGroup):

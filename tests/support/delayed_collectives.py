@@ -31,11 +31,11 @@ class DelayedWork:
 
 @contextlib.contextmanager
 def delayed_collectives():
-    """Delay asynchronous all-reduces and all-gathers to their wait, and start every new buffer of rows as NaN.
+    """Delay asynchronous all-reduces and what is received to their wait, and start every new buffer of rows as NaN.
 
-    The package's own reduce-scatter for gloo writes its result in its wait already.
+    The package gathers by sends on gloo; its own reduce-scatter there writes its result in its wait already.
     """
-    reduce, gather = dist.all_reduce, dist.all_gather
+    reduce, receive = dist.all_reduce, dist.irecv
     empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -50,11 +50,15 @@ def delayed_collectives():
 
         return DelayedWork(run)
 
-    def all_gather(places, tensor, group=None, async_op=False):
-        if not async_op:
-            return gather(places, tensor, group=group)
-        kept = tensor.clone()
-        return DelayedWork(lambda: gather(places, kept, group=group))
+    def irecv(place, *args, **options):
+        received = empty_like(place)
+        work = receive(received, *args, **options)
+
+        def run():
+            work.wait()
+            place.copy_(received)
+
+        return DelayedWork(run)
 
     def poisoned(make):
         def run(*args, **options):
@@ -66,7 +70,7 @@ def delayed_collectives():
     DelayedWork.unfinished = 0
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
-        mock.patch.object(dist, "all_gather", all_gather),
+        mock.patch.object(dist, "irecv", irecv),
         mock.patch.object(torch.Tensor, "new_empty", poisoned(empty)),
         mock.patch.object(torch, "empty_like", poisoned(empty_like)),
     ):

@@ -23,6 +23,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
@@ -403,5 +404,6 @@ def best_of_model(
 
 
 def _may_be_original(case: Case, group: dist.ProcessGroup) -> bool:
-    """Tell whether the framework's own layer has our bits. On NPUs we may pad; on 3 CPU ranks we order sums."""
-    return case.device != "npu" and not (case.device == "cpu" and case.sequence_parallel and group.size() > 2)
+    """Tell whether the framework's own layer has our bits. On NPUs we may pad; sums of 3 ranks may be ours."""
+    ours = not backend_of(group, torch.device(case.device)).own_scatter and case.sequence_parallel and group.size() > 2
+    return case.device != "npu" and not ours
