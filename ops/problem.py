@@ -14,8 +14,11 @@ ALL_REDUCE = "matmul_all_reduce"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
-# Runs a rank's experts on rows of all ranks, between two all-to-alls (ops/expert_exchange.py).
-EXPERT_EXCHANGE = "expert_exchange"
+# Exchanges around independent parts (ops/part_exchange.py): between two all-to-alls a rank's experts run on rows of all
+# ranks, or the attention of a rank's heads on whole sequences.
+EXPERT_EXCHANGE, HEAD_EXCHANGE = "expert_exchange", "head_exchange"
+# What computes the parts of an exchange, and a part: the names of what a timeline shows.
+PART_NAMES = {EXPERT_EXCHANGE: ("experts", "expert"), HEAD_EXCHANGE: ("attention", "head")}
 
 # The value of the setting `deterministic` that asks for the same bits at every tensor-parallel degree.
 TP = "tp"
@@ -32,7 +35,8 @@ class Problem:
     m, k, n
         This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
         scatter of matmul_reduce_scatter. For expert_exchange, m counts the experts of a rank, and k and n are the width
-        of a row: the number of rows differs between ranks, and no choice may depend on it.
+        of a row: the number of rows differs between ranks, and no choice may depend on it. For head_exchange, m counts
+        the heads of keys of a rank, k the tokens of all ranks, and n the features that are sent of a token.
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
@@ -89,9 +93,14 @@ class Problem:
     def rows(self) -> int:
         """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two matmuls.
 
-        Of an expert_exchange the experts are split into groups.
+        Of an exchange its parts are split into groups.
         """
-        return self.m if self.operator in (ALL_REDUCE, EXPERT_EXCHANGE) else self.m // self.ranks
+        return self.m if self.operator == ALL_REDUCE or self.is_exchange else self.m // self.ranks
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is an exchange around parts: it multiplies and sums nothing, and leaves each part whole."""
+        return self.operator in PART_NAMES
 
     @property
     def cut(self) -> int:
@@ -129,6 +138,11 @@ def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> 
 def experts_problem(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Problem:
     """Return the problem of an exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
     return Problem(EXPERT_EXCHANGE, experts, x.shape[-1], x.shape[-1], x.dtype, x.device.type, group.size())
+
+
+def heads_problem(heads: int, tokens: int, features: int, x: torch.Tensor, group: dist.ProcessGroup) -> Problem:
+    """Return the problem of an exchange of heads, as `Problem` counts them, of the dtype and device of x."""
+    return Problem(HEAD_EXCHANGE, heads, tokens, features, x.dtype, x.device.type, group.size())
 
 
 def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
 from ascend_parallel.ops.blocks import degree_tile
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, TP, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, PART_NAMES, TP, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.backend import usual_backend
@@ -47,7 +47,7 @@ class Choice:
     """Kernel and chunks of a problem, with the reason.
 
     sizes
-        Rows of each chunk; columns for an int8 weight; the experts of each group for an expert_exchange.
+        Rows of each chunk; columns for an int8 weight; the parts of each group for an exchange.
     bit_exact
         Whether the result has the bits of the plain layer (a whole matmul and a single collective); None if the first
         call has to probe the machines (ops/bits.py).
@@ -101,11 +101,14 @@ def name_of(problem: Problem) -> str:
     weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
     weight = " of int8 by int8" if problem.int8_input else weight
     weight += " with communication in int8" if problem.comm_quant else ""
+    where = f"on {problem.ranks} {problem.device} ranks"
     if problem.operator == EXPERT_EXCHANGE:
-        where = f"on {problem.ranks} {problem.device} ranks"
         return f"{problem.operator} of {problem.m} experts a rank, rows of {problem.k} {dtype} {where}"
+    if problem.is_exchange:
+        sent = f"{problem.k} tokens of {problem.n} features"
+        return f"{problem.operator} of {problem.m} heads of keys a rank, {sent} {dtype} {where}"
     shape = [problem.m, problem.k, problem.n]
-    return f"{problem.operator} {shape} {dtype}{weight} on {problem.ranks} {problem.device} ranks"
+    return f"{problem.operator} {shape} {dtype}{weight} {where}"
 
 
 def usual_chunks(settings: OperatorSettings) -> int:
@@ -116,7 +119,7 @@ def usual_chunks(settings: OperatorSettings) -> int:
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    exchange = problem.operator == EXPERT_EXCHANGE  # it sums nothing and leaves each expert's rows together
+    exchange = problem.is_exchange
     tile = 0
     if problem.deterministic and not exchange:
         tile = degree_tile(problem.m) if problem.deterministic == TP else deterministic_tile(problem.m)
@@ -164,8 +167,8 @@ def _refusal(name: str, problem: Problem) -> str | None:
 
     "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
     """
-    if problem.operator == EXPERT_EXCHANGE:
-        return None if name in ("chunked", "reference") else "it runs no experts"
+    if problem.is_exchange:
+        return None if name in ("chunked", "reference") else f"it runs no {PART_NAMES[problem.operator][0]}"
     if problem.comm_quant and name != "npu":
         return None if name == "reference" else "it has no communication in int8"
     refusal: str | None = KERNELS[name].supports(problem)
@@ -212,8 +215,8 @@ def _count_request(
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = f", because COC_DETERMINISTIC={_asked(problem)}" if problem.deterministic else ""
-        if problem.operator == EXPERT_EXCHANGE:
-            why += f"; {problem.cut} experts a rank allow {len(sizes)} groups"
+        if problem.is_exchange:
+            why += f"; {problem.cut} {PART_NAMES[problem.operator][1]}s a rank allow {len(sizes)} groups"
         else:
             why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)
@@ -257,7 +260,7 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
     chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
-    if problem.operator == EXPERT_EXCHANGE:  # each expert gets the same rows in the same order
+    if problem.is_exchange:  # each part gets the same rows in the same order
         return True
     if problem.deterministic or problem.comm_quant or kernel == "npu":
         return False

@@ -26,7 +26,7 @@ from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.expert_groups import ExpertGroups
+from ascend_parallel.tuning.measured.part_groups import PartGroups
 from ascend_parallel.tuning.measured.pass_times import Case
 
 log = logging.getLogger("ascend_parallel")
@@ -86,7 +86,7 @@ class Framework(ABC):
         rules = CheckRules(settings.verify_limit, self.by, self.beside_run)
         self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
-        self.expert_groups = ExpertGroups(settings, self._tuner)
+        self.part_groups = PartGroups(settings, self._tuner)
         self._logged: set[str] = set()
         self.used = False  # whether a layer has been overlapped
 

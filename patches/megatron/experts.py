@@ -38,7 +38,7 @@ from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.expert_groups import in_groups, pass_on_copies
+from ascend_parallel.tuning.measured.part_groups import in_groups, pass_on_copies
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
@@ -168,7 +168,7 @@ def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:
     if layer.shared_expert_overlap or _hides_shared_expert(layer):
         return False
     problem = experts_problem(x, layer.num_local_experts, layer.ep_group)
-    return megatron.expert_groups.keeps_original(problem, layer.ep_group)
+    return megatron.part_groups.keeps_original(problem, layer.ep_group)
 
 
 def _other_dispatcher(layer: Any) -> str | None:
@@ -331,7 +331,7 @@ class OverlappedCall:
 
         trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
         in_turn = functools.partial(trial, None)
-        settings = self._megatron.expert_groups.settings_for(problem, self._group, trial, in_turn, rows.device)
+        settings = self._megatron.part_groups.settings_for(problem, self._group, trial, in_turn, rows.device)
         if settings is self._megatron.settings:  # nothing was measured
             return self._settings
         return settings if settings.enabled else in_groups(self._settings, 1)

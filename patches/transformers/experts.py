@@ -29,7 +29,7 @@ from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
 from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
 from ascend_parallel.patches.transformers.layers import IN_FORCE
-from ascend_parallel.tuning.measured.expert_groups import pass_on_copies
+from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 
 MODULE = "transformers.distributed.expert_parallel"
 VERSIONS = ">=5.23,<5.24"
@@ -169,7 +169,7 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
     group, settings = framework.prepare(call.module, "experts", call.hidden_states, None)
     implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
     problem = experts_problem(call.hidden_states, implementation.num_local_experts, group)
-    if not settings.enabled or framework.expert_groups.keeps_original(problem, group):
+    if not settings.enabled or framework.part_groups.keeps_original(problem, group):
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     framework.confirm(group)()
     hidden, index, weights = (_own_rows(x, tp_mesh) for x in (call.hidden_states, call.top_k_index, call.top_k_weights))
@@ -201,7 +201,7 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
 
     trial = functools.partial(pass_on_copies, sent, counts, copies, group)
     in_turn = functools.partial(trial, None)
-    settings = framework.expert_groups.settings_for(problem, group, trial, in_turn, sent.device)
+    settings = framework.part_groups.settings_for(problem, group, trial, in_turn, sent.device)
     if not settings.enabled:
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     made, _ = run_experts(sent, counts, local, group=group, settings=settings)

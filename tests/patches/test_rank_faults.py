@@ -230,8 +230,8 @@ BLOCKING = {
 STARTING = {
     "ops/chunked.py",
     "ops/collectives.py",
-    "ops/expert_exchange.py",
     "ops/ordered.py",
+    "ops/part_exchange.py",
     "ascend_parallel/process_groups/__init__.py",
     "ascend_parallel/sharding/redistribute/across_meshes.py",
     "ascend_parallel/sharding/redistribute/collectives.py",

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.nn.functional import linear, silu
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, all_to_all
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
+from ascend_parallel.ops.part_exchange import all_to_all
 from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
@@ -31,7 +32,7 @@ from ascend_parallel.tuning.bench.results import speedup_of
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
-from ascend_parallel.tuning.measured.expert_groups import ExpertGroups, fastest_groups
+from ascend_parallel.tuning.measured.part_groups import PartGroups, fastest_groups
 from ascend_parallel.tuning.measured.rank_clock import RankClock
 
 SERIAL, NO_CUT, AUTO = "serial", "no cut", "auto"
@@ -162,7 +163,7 @@ class _Layer:
 
     def automatic(self) -> tuple[Run, str]:
         """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
-        found = ExpertGroups(Settings(auto=True)).settings_for(
+        found = PartGroups(Settings(auto=True)).settings_for(
             self.problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self.serial, self._rows.device
         )
         if not found.enabled:

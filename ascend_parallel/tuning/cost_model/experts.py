@@ -1,7 +1,7 @@
 """Estimate the experts of a layer on one rank: dispatch, experts and combine, one after the other or in groups.
 
 A rank has a compute lane and a link, as a region has (`Lanes`). In groups the tasks start in the order of
-ops/expert_exchange.py: two dispatches, then each group's experts between the next dispatch and its combine; a shared
+ops/part_exchange.py: two dispatches, then each group's experts between the next dispatch and its combine; a shared
 expert under the first all-to-all, and the weight gradients of the last group under the last one.
 """
 
@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from ascend_parallel.ops.expert_exchange import IN_FLIGHT
+from ascend_parallel.ops.part_exchange import IN_FLIGHT
 from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem
+from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
@@ -48,15 +48,15 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest measured chunk sizes of one operator in one pass of a layer, or groups of a layer of experts.
+    """The fastest measured chunk sizes of one operator in one pass of a layer, or groups of an exchange around parts.
 
     m, k, n
         The matmul as in `Problem`.
     sizes
         Rows of each chunk; a single size means that one chunk was fastest. Of an expert_exchange: experts of each
-        group; a single size means that the framework's own layer was.
+        group; a single size means that the framework's own layer was. Of a head_exchange: heads of each group.
     serial, chosen
-        Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an expert_exchange, whose
+        Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an exchange, whose
         run is "forward": of forward and backward.
     """
 
@@ -105,13 +105,13 @@ class Plan:
         entry = self.entry_of_problem(problem)
         if entry is None or sum(entry.sizes) != problem.rows:
             return None
-        if problem.operator == EXPERT_EXCHANGE and len(entry.sizes) == 1:
-            return entry.sizes, "plan: one group, because the framework's own layer was as fast"
+        if problem.is_exchange and len(entry.sizes) == 1:
+            return entry.sizes, f"plan: one group, because {in_turn_of(problem)} was as fast"
         if len(entry.sizes) == 1:
             return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
-        if problem.operator == EXPERT_EXCHANGE:
-            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than the framework's own layer"
+        if problem.is_exchange:
+            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn_of(problem)}"
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
 
     def entry_of_problem(self, problem: Problem) -> Entry | None:
@@ -198,6 +198,11 @@ def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
         ) from error
 
 
+def in_turn_of(problem: Problem) -> str:
+    """Return in words what an exchange without groups is."""
+    return "the framework's own layer" if problem.operator == EXPERT_EXCHANGE else "the exchange of all heads"
+
+
 def differences(plan: Plan, here: Machine) -> list[str]:
     """Return, in words, each difference between the plan's machine and `here`."""
     pairs = ((f.name, getattr(plan.machine, f.name), getattr(here, f.name)) for f in fields(Machine))
@@ -223,12 +228,13 @@ def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
     positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
     timed = all(isinstance(value, float) and 0 < value < math.inf for value in (entry.serial, entry.chosen))
-    experts = entry.operator == EXPERT_EXCHANGE
-    tile = 1 if experts else ROW_TILE
+    exchange = entry.operator in PART_NAMES
+    tile = 1 if exchange else ROW_TILE
     cut = len(entry.sizes) in range(1, MAX_CHUNKS + 1) and all(size % tile == 0 for size in entry.sizes[:-1])
     known = entry.operator in OPERATORS and entry.run in PASSES and isinstance(entry.dtype, str)
-    known = known or (experts and entry.run == "forward" and entry.k == entry.n and isinstance(entry.dtype, str))
-    shared = 1 if experts or entry.operator == ALL_REDUCE else ranks
+    fits = entry.operator != EXPERT_EXCHANGE or entry.k == entry.n
+    known = known or (exchange and entry.run == "forward" and fits and isinstance(entry.dtype, str))
+    shared = 1 if exchange or entry.operator == ALL_REDUCE else ranks
     if not (known and positive and timed and cut and sum(entry.sizes) * shared == entry.m):
         raise ValueError(f"entry {index} is {shown(dict(raw))}")
     return entry

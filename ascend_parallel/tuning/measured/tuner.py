@@ -154,8 +154,8 @@ class Tuner:
             known[case, backward] = replace(self._unless_cut if original else self._settings, plan=plan)
         return known[case, backward]
 
-    def experts_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
-        """Return the entry of an exchange with experts, or None; every rank of `group` calls this alike."""
+    def exchange_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
+        """Return the entry of an exchange around parts, or None; every rank of `group` calls this alike."""
         return self._plan(group, problem.device).entry_of_problem(problem)
 
     def keep(self, entry: Entry, group: dist.ProcessGroup, device: str) -> None:

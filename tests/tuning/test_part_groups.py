@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.tuning.measured import expert_groups
+from ascend_parallel.tuning.measured import part_groups
 
 PROBLEM = Problem("expert_exchange", 4, 64, 64, torch.float32, "cpu", 2)
 WIN, LUCK = [0.8] * 7, [0.8, 0.8, 1.05, 0.8, 1.05, 0.8, 1.05]
@@ -38,17 +38,17 @@ class Clock:
 
 def chosen(group, rounds, slow_rank):
     """Return the entry's sizes and its time in turn; on the other rank groups are quick."""
-    clock, before = Clock(), expert_groups.time
+    clock, before = Clock(), part_groups.time
     own = group.rank() == slow_rank
     runs = {
         (4 // count,) * count: clock.taking([spent if own else 0.1 for spent in of_count])
         for count, of_count in rounds.items()
     }
-    expert_groups.time = clock
+    part_groups.time = clock
     try:
-        entry = expert_groups.fastest_groups(PROBLEM, group, runs, clock.taking([1.0] * 7), torch.device("cpu"))
+        entry = part_groups.fastest_groups(PROBLEM, group, runs, clock.taking([1.0] * 7), torch.device("cpu"))
     finally:
-        expert_groups.time = before
+        part_groups.time = before
     return entry.sizes, entry.serial, entry.operator
 
 

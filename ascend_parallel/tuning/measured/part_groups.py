@@ -1,8 +1,8 @@
-"""COC_PARALLEL_NUM=auto and COC_TUNE for experts: in how many groups an exchange runs, measured at its first call.
+"""COC_PARALLEL_NUM=auto and COC_TUNE for exchanges: in how many groups of parts one runs, measured at its first call.
 
-The caller's own rows and experts run some times in each number of groups and in turn, as the framework's own layer runs
-them, forward and backward, on copies that leave no trace. The ranks exchange their times and take the same number; bits
-do not depend on it. Where groups gain nothing the framework's own layer runs.
+The caller's own tensors and parts, experts or heads, run some times in each number of groups and in turn, as the
+framework's own layer runs experts, forward and backward, on copies that leave no trace. The ranks exchange their times
+and take the same number; bits do not depend on it. Where groups gain nothing the exchange runs in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_e
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.chunk_plan import Entry
+from ascend_parallel.tuning.measured.chunk_plan import Entry, in_turn_of
 from ascend_parallel.tuning.measured.pass_times import Times
 from ascend_parallel.tuning.measured.tuner import FIRST_ROUNDS, ROUNDS, Tuner, decide
 
@@ -38,7 +38,7 @@ CANDIDATES = (2, 4)
 Run = Callable[[], object]
 
 
-class ExpertGroups:
+class PartGroups:
     """The numbers of groups of a run, by process group and problem: measured, or known from a plan."""
 
     def __init__(self, settings: Settings, tuner: Tuner | None = None) -> None:
@@ -72,7 +72,7 @@ class ExpertGroups:
             return settings
         measured = self._measured.setdefault(group, {})
         if problem not in measured:
-            entry = None if self._tuner is None else self._tuner.experts_entry(problem, group)
+            entry = None if self._tuner is None else self._tuner.exchange_entry(problem, group)
             if entry is None and problem.rows > 1:
                 entry = self._measure(problem, group, run, in_turn, device)
                 if self._tuner is not None:
@@ -95,7 +95,7 @@ class ExpertGroups:
         }
         entry = fastest_groups(problem, group, runs, in_turn, device)
         if dist.get_rank() == 0:
-            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else "the framework's own layer"
+            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else in_turn_of(problem)
             figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
             log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
         return entry
@@ -134,7 +134,7 @@ def _times(
             if turn:
                 mine[sizes].append(time.perf_counter() - begin)
     told = {str(len(sizes)): spent for sizes, spent in mine.items()}
-    by_rank = exchange(group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="experts")
+    by_rank = exchange(group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="exchange")
     return {
         sizes: [max(map(float, spent)) for spent in zip(*(of[str(len(sizes))] for of in by_rank.values()), strict=True)]
         for sizes in runs

@@ -1,0 +1,96 @@
+"""The operator of context parallelism: ranks that each have a part of the sequence get whole sequences of some heads.
+
+Every rank of the group has all heads of its tokens. For attention rank r gets the r-th share of the heads, of all
+tokens, and sends back what attention made of them. The exchange (ops/part_exchange.py) is cut by groups of heads of
+keys, each with the heads of queries that read it.
+
+    rank's q [s, B, N, D]           s of the sequence's S tokens, all N heads; k and v have as many heads or fewer
+    dispatch                        all-to-all of a group's heads: [S, B, n, D], the sources' tokens in rank order
+    attention                       computed by the caller, in place of a matmul
+    combine                         all-to-all of o [S, B, n, D] back to the ranks of the tokens: [s, B, N, D]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from ascend_parallel.ops.problem import HEAD_EXCHANGE
+from ascend_parallel.ops.rows import Sizes
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads of keys of each rank that are exchanged together, with the heads of queries that read them.
+
+    heads
+        The numbers of the heads of keys, on a rank.
+    of
+        How many heads of keys a rank has.
+    lengths
+        How many tokens each rank of the process group has.
+    rank
+        This rank's number in the group.
+    """
+
+    heads: range
+    of: int
+    lengths: tuple[int, ...]
+    rank: int
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """The tokens that go to each rank: this rank's."""
+        return [self.lengths[self.rank]] * len(self.lengths)
+
+    @property
+    def received_sizes(self) -> list[int]:
+        """The tokens that come from each rank."""
+        return list(self.lengths)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the group's heads of x [s, B, N, D], contiguous, rank after rank: [R s, B, n, D]."""
+        joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()
+        return joined.flatten(3, 4).flatten(0, 1)
+
+    def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a buffer for the group's heads of x [s, B, N, D] from all ranks: [R s, B, n, D]."""
+        return like.new_empty(sum(self.sent_sizes), *like.shape[1:])
+
+    def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
+        """Copy heads that came back, [R s, B, n, D], to their places in x [s, B, N, D]."""
+        ranks, (_, batch, heads, width) = len(self.lengths), came_back.shape
+        parts = came_back.view(ranks, -1, batch, len(self.heads), heads // len(self.heads), width)
+        self._heads(x).copy_(parts.permute(1, 2, 0, 3, 4, 5))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the group's heads of x [s, B, N, D] as a view [s, B, rank, head of keys, its heads, D]."""
+        tokens, batch, heads, width = x.shape
+        by_rank = x.view(tokens, batch, len(self.lengths), self.of, heads // (len(self.lengths) * self.of), width)
+        return by_rank[:, :, :, self.heads.start : self.heads.stop]
+
+
+def head_groups(sizes: Sizes, lengths: Sequence[int], rank: int) -> list[HeadGroup]:
+    """Cut the heads of keys of each rank into groups of `sizes` heads."""
+    cuts = pairwise(accumulate(sizes, initial=0))
+    return [HeadGroup(range(first, stop), sum(sizes), tuple(lengths), rank) for first, stop in cuts]
+
+
+def repeats_of(query_heads: int, key_heads: int, ranks: int) -> int:
+    """Return how often each head of keys must be sent so that every rank gets as many: 1 if they can be shared.
+
+    Raises `ValueError` if the heads cannot be shared by `ranks` ranks in any way.
+    """
+    if query_heads % key_heads:
+        raise ValueError(f"{HEAD_EXCHANGE}: {query_heads} heads of queries, no multiple of {key_heads} heads of keys")
+    readers = query_heads // key_heads
+    repeats = next((n for n in range(1, readers + 1) if not readers % n and not key_heads * n % ranks), None)
+    if repeats is None:
+        raise ValueError(
+            f"{HEAD_EXCHANGE}: {query_heads} heads of queries and {key_heads} of keys cannot be shared by the {ranks} "
+            "ranks of the context-parallel group: the heads of queries must be a multiple of the ranks"
+        )
+    return repeats

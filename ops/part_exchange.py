@@ -1,0 +1,173 @@
+"""The exchange around independent parts: parts go to the ranks that compute them, and their results come back.
+
+Experts do not know of each other, and heads of attention do not: an exchange is cut by groups of such parts. Group g is
+computed while group g + 1 is on its way to the ranks that compute it and the results of group g - 1 are on their way
+back. Each part gets the same tensors in the same order as without a cut, so every bit stays.
+
+    dispatch    a collective for each tensor of a group, to the ranks that compute its parts
+    compute     of the group, by the caller, in place of a matmul
+    combine     a collective for each result of the group, back to the ranks that asked for it
+
+The same function runs forward and backward: gradients of the results go the way of the tensors, and what comes back are
+gradients of the tensors. ops/expert_exchange.py and ops/head_exchange.py say what a group of experts, and one of heads,
+sends.
+
+What a rank sends of a group is joined in a buffer; beyond the serial path a rank holds the buffers of the groups in
+flight, and of those that come back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.clocks import Work
+from ascend_parallel.ops.collectives import FinishingWork
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.operators import in_timeline
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import PART_NAMES
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.ops.registry import Choice
+
+# Dispatches that are started before the first group is computed. All at once would share a link, and the first group
+# would come as late as the last.
+IN_FLIGHT = 2
+
+Rows = Sequence[torch.Tensor]
+"""Tensors of the same rows: hidden states and probabilities; queries, keys and values; gradients of them."""
+
+
+class PartGroup(Protocol):
+    """Parts that are exchanged together. Rows are counted along the first dimension of what is sent."""
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """The rows that go to each rank."""
+
+    @property
+    def received_sizes(self) -> list[int]:
+        """The rows that come from each rank."""
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the group sends of a tensor, contiguous and sorted by rank."""
+
+    def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return where the group's part of the result x lands when it comes back: x, or a buffer for `place`.
+
+        like: what is sent back from here, of which rows have the width and dtype.
+        """
+
+    def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
+        """Copy what came back to its place in x."""
+
+
+Group = TypeVar("Group", bound=PartGroup)
+
+
+def part_exchange(
+    rows: Rows,
+    groups: Sequence[Group],
+    work: Callable[[int, Group, Rows], Rows],
+    results: Rows,
+    group: dist.ProcessGroup,
+    choice: Choice,
+    *,
+    under_first: Callable[[], object] | None = None,
+    under_last: Callable[[], object] | None = None,
+) -> None:
+    """Send the parts of `rows` to their ranks, compute them there, and write what comes back to `results`.
+
+    rows      tensors that each of `groups` takes its parts from
+    work      ``work(index, group, received)`` computes a group
+    results   a tensor for each that `work` returns, written by the groups
+
+    `under_first` runs while no group can run yet, `under_last` while the last results come back. Which of them there
+    are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
+    `CollectiveError` if a rank fails.
+    """
+    with in_timeline(choice, group):
+        _Exchange(rows, groups, results, group, choice).run(work, under_first, under_last)
+    COUNTS.add(choice.problem.operator, len(groups), len(groups) * (len(rows) + len(results)))
+
+
+class _Exchange:
+    """The collectives of an exchange: of each group one for each tensor, to the parts and back."""
+
+    def __init__(
+        self, rows: Rows, groups: Sequence[PartGroup], results: Rows, group: dist.ProcessGroup, choice: Choice
+    ) -> None:
+        self._rows, self._groups, self._results, self._group = rows, groups, results, group
+        self._parts, names = PART_NAMES[choice.problem.operator]
+        self._dispatch = Pending(rows[0], f"{names}_dispatch", group, len(groups) * len(rows))
+        self._combine = Pending(rows[0], f"{names}_combine", group, len(groups) * len(results))
+        self._received: list[Rows] = []
+
+    def run(
+        self,
+        work: Callable[..., Rows],
+        under_first: Callable[[], object] | None,
+        under_last: Callable[[], object] | None,
+    ) -> None:
+        """Run the whole exchange; the order in which collectives start is the same on all ranks."""
+        with self._dispatch.launching(), self._combine.launching():
+            for part_group in self._groups[:IN_FLIGHT]:
+                self._send(part_group)
+            if under_first is not None:
+                under_first()
+            for index, part_group in enumerate(self._groups):
+                received = self._wait(index)
+                if index + IN_FLIGHT < len(self._groups):
+                    self._send(self._groups[index + IN_FLIGHT])
+                computed = compute(MATMUL, self._parts, work, index, part_group, received)
+                self._send_back(part_group, computed)
+                del received, computed
+            if under_last is not None:
+                under_last()
+            self._combine.wait()
+
+    def _send(self, part_group: PartGroup) -> None:
+        received: list[torch.Tensor] = []
+        sizes = part_group.received_sizes, part_group.sent_sizes
+        for x in self._rows:
+            sent = compute(BESIDE, "join rows", part_group.join, x)
+            out = sent.new_empty(sum(sizes[0]), *sent.shape[1:])
+            self._dispatch.launch(all_to_all, out, sent, *sizes, self._group)
+            received.append(out)
+        self._received.append(received)
+
+    def _wait(self, index: int) -> Rows:
+        """Wait for a group's rows, and give them up."""
+        for each in range(len(self._rows)):
+            self._dispatch.wait_for(index * len(self._rows) + each)
+        received, self._received[index] = self._received[index], ()
+        return received
+
+    def _send_back(self, part_group: PartGroup, computed: Rows) -> None:
+        for out, x in zip(computed, self._results, strict=True):
+            self._combine.launch(_send_back, out.contiguous(), part_group, x, self._group)
+
+
+def _send_back(out: torch.Tensor, part_group: PartGroup, x: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start the way back of a group's rows; `wait` copies them to their places in x."""
+    came_back = part_group.landing(x, out)
+    work = all_to_all(came_back, out, part_group.sent_sizes, part_group.received_sizes, group)
+    if came_back is x:
+        return work
+    return FinishingWork([work], functools.partial(_place, part_group, came_back, x), group, x)
+
+
+def _place(part_group: PartGroup, came_back: torch.Tensor, x: torch.Tensor) -> None:
+    compute(BESIDE, "place rows", part_group.place, came_back, x)
+
+
+def all_to_all(
+    out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Work:
+    """Start ``out = all_to_all(x)``: contiguous rows, `sent` to each rank and `received` from each."""
+    work: Work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+    return work

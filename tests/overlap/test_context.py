@@ -1,0 +1,172 @@
+"""Attention whose heads are exchanged in groups: bit for bit that of one rank that has the whole sequence."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from ascend_parallel import DisagreementError, Settings
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.ops.problem import TP
+from ascend_parallel.overlap.context import attention_in_turn, run_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A sequence that `ranks` share, and how its attention is computed.
+
+    heads: of queries, of keys.
+    """
+
+    ranks: int = 2
+    length: int = 96
+    batch: int = 1
+    heads: tuple[int, int] = (8, 8)
+    width: int = 16
+    values: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    eager: bool = False
+    frozen: str = ""
+    wrapped: str = ""  # how the call is wrapped
+    groups: tuple[int, ...] = (1, 2, 4)
+
+
+def operands(case, dtype=None):
+    """Return q, k, v and the gradient of the output, [S, B, heads, features] of the whole sequence."""
+    generator = torch.Generator().manual_seed(3)
+    query_heads, key_heads = case.heads
+    sizes = ((query_heads, case.width), (key_heads, case.width), (key_heads, case.values), (query_heads, case.values))
+    drawn = [torch.randn(case.length, case.batch, *size, generator=generator) for size in sizes]
+    return [x.to(case.dtype).to(dtype or case.dtype) for x in drawn]
+
+
+def attend(case):
+    """Return the attention that is given to the exchange, of [S, B, heads, features]."""
+
+    def attention(_, q, k, v):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        readers = q.shape[1] // k.shape[1]
+        if not case.eager:
+            o = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=readers > 1)
+            return o.permute(2, 0, 1, 3)
+        k, v = (x.repeat_interleave(readers, dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * case.width**-0.5
+        if case.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        return (torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v).permute(2, 0, 1, 3)
+
+    return attention
+
+
+def results(case, attention, parts, d_output):
+    leaves = {name: x.clone().requires_grad_(name not in case.frozen) for name, x in zip("qkv", parts, strict=True)}
+    if case.wrapped == "checkpoint":
+        o = checkpoint(attention, *leaves.values(), use_reentrant=False)
+    elif case.wrapped == "saved on the host":
+        with torch.autograd.graph.save_on_cpu():
+            o = attention(*leaves.values())
+    else:
+        o = attention(*leaves.values())
+    if case.wrapped == "retained":
+        o.backward(d_output, retain_graph=True)
+        for x in leaves.values():
+            x.grad = None
+    o.backward(d_output)
+    return {"output": o.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
+
+
+def compared(group, case):
+    """Return what differs from one rank's bits, the worst error against float64, and how many groups ran."""
+    own = slice(*(case.length // group.size() * (group.rank() + end) for end in (0, 1)))
+    *parts, d_output = operands(case)
+    plain = replace(case, wrapped="")
+    one_rank = results(plain, lambda *x: attend(case)(None, *x), parts, d_output)
+    truth = results(plain, lambda *x: attend(case)(None, *x), *split_off(operands(case, torch.float64)))
+    different, ran, worst = [], [], 0.0
+    for groups in (*case.groups, "in turn"):
+        before = COUNTS.as_dict().get("head_exchange", {"chunks": 0})["chunks"]
+
+        def attention(q, k, v, groups=groups):
+            if groups == "in turn":
+                return attention_in_turn(q, k, v, attend(case), group=group)
+            return run_attention(q, k, v, attend(case), group=group, settings=Settings(num_chunks=groups, mode=2))
+
+        found = results(case, attention, [x[own] for x in parts], d_output[own])
+        assert found.keys() == one_rank.keys()
+        different += [(groups, name) for name, x in found.items() if not torch.equal(x, one_rank[name][own])]
+        for name, x in found.items():
+            scale = truth[name].abs().max()
+            worst = max(worst, float((x.double() - truth[name][own]).abs().max() / scale))
+        ran.append(COUNTS.as_dict()["head_exchange"]["chunks"] - before)
+    return different, worst, ran
+
+
+def split_off(every):
+    *parts, d_output = every
+    return parts, d_output
+
+
+CASES = [
+    Case(),
+    Case(heads=(16, 8), batch=2, causal=False),
+    Case(heads=(16, 8), dtype=torch.bfloat16),
+    Case(ranks=4, length=120, heads=(16, 16), dtype=torch.bfloat16, causal=False),
+    Case(ranks=4, heads=(32, 8), groups=(1, 2)),
+    Case(ranks=4, heads=(12, 4), batch=3, groups=(1,)),
+    Case(ranks=3, length=99, heads=(12, 6), groups=(1, 2)),
+    Case(eager=True, heads=(16, 8), batch=2),
+    Case(eager=True, causal=False, dtype=torch.bfloat16, values=24),
+    Case(frozen="kv", heads=(16, 8)),
+    Case(frozen="q"),
+    Case(wrapped="checkpoint"),
+    Case(wrapped="retained"),
+    Case(wrapped="saved on the host", dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_groups_of_heads_have_the_bits_of_one_rank(ranks, case):
+    for different, worst, ran in ranks(case.ranks).run(compared, case):
+        assert different == []
+        assert worst < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[case.dtype]
+        assert [groups > 0 for groups in ran] == [True] * len(case.groups) + [False]
+        passes = {"checkpoint": 3, "retained": 3}.get(case.wrapped, 2)
+        assert ran[:-1] == [groups * passes for groups in case.groups]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(ranks=4, heads=(8, 2), groups=(1,)), Case(ranks=2, heads=(6, 3), groups=(1, 3))], ids=str
+)
+def test_heads_of_keys_that_ranks_cannot_share_go_to_several(ranks, case):
+    for different, worst, _ in ranks(case.ranks).run(compared, case):
+        assert {name for _, name in different} <= {"k", "v"}  # sums over the ranks that have the head
+        assert worst < 2e-5
+
+
+def refused(group, shape, heads, settings=None):
+    q, k = torch.zeros(shape, 1, heads[0], 8), torch.zeros(shape, 1, heads[1], 8)
+    try:
+        run_attention(q, k, k, attend(Case()), group=group, settings=settings or Settings(num_chunks=2, mode=2))
+    except (ValueError, DisagreementError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_lengths(group):
+    return refused(group, 10 + group.rank(), (4, 4))
+
+
+def test_what_cannot_run_is_refused(ranks):
+    for error in ranks(2).run(refused_lengths):
+        assert error.startswith("DisagreementError: head_exchange: ranks of ")
+        assert "rank 0: q, k, v [10, 1, 4, 8]" in error and "rank 1: q, k, v [11, 1, 4, 8]" in error
+    for error in ranks(2).run(refused, 10, (3, 3)):
+        assert "3 heads of queries and 3 of keys cannot be shared by the 2 ranks" in error
+    for error in ranks(2).run(refused, 10, (4, 3)):
+        assert "4 heads of queries, no multiple of 3 heads of keys" in error
+    for error in ranks(2).run(refused, 10, (4, 4), Settings(deterministic=TP)):
+        assert error.startswith("DegreeError: COC_DETERMINISTIC=tp: context parallelism has no tree")
