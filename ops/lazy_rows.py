@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ascend_parallel.ops.probing import without_grad_and_modes
+from ascend_parallel.ops.probing import in_inference_mode, without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes
 
 
@@ -34,6 +34,7 @@ class LazyRows:
         self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
+        self._inference = torch.is_inference_mode_enabled()  # memory of that mode may be written there alone
         self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
         self._whole: LazyRows = self if part_of is None else part_of._whole
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
@@ -58,10 +59,10 @@ class LazyRows:
     def _fill_up_to(self, stop: int) -> None:
         if self.finished or self.filled >= stop:
             return
-        if _THREAD.fills:
+        if _THREAD.fills and torch.is_inference_mode_enabled() == self._inference:
             self._up_to(stop)
         else:
-            with _filling():
+            with _filling(self._inference):
                 self._up_to(stop)
 
     def _up_to(self, stop: int) -> None:
@@ -116,7 +117,7 @@ class LazyRows:
         self.finish_readers()
         fill, bounds = self._fill, list(pairwise((0, *self._stops)))
         if self.filled:
-            with _filling():
+            with _filling(self._inference):
                 act(0, self.filled)
         if fill is None:
             return
@@ -138,12 +139,13 @@ _THREAD = _Thread()
 
 
 @contextmanager
-def _filling() -> Iterator[None]:
-    """Run a fill without autograd and modes; entering these takes longer than a small operator."""
+def _filling(inference: bool) -> Iterator[None]:
+    """Run a fill without autograd and modes, `inference` apart; entering these takes longer than a small operator."""
     if _THREAD.fills:
-        yield
+        with in_inference_mode(inference), torch.no_grad():
+            yield
         return
-    with without_grad_and_modes():
+    with without_grad_and_modes(inference):
         _THREAD.fills = True
         try:
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -44,13 +44,13 @@ def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> 
 
 
 @contextmanager
-def without_grad_and_modes() -> Iterator[None]:
-    """Disable autograd, inference, dispatch and function modes, and autocast: for work outside of the user's call.
+def without_grad_and_modes(inference: bool = False) -> Iterator[None]:
+    """Disable autograd, dispatch and function modes, and autocast: for work outside of the user's call.
 
+    inference: whether the work runs in inference mode, where alone tensors of that mode may be written.
     What is not on is not switched off: torch's contexts take longer than a small operator.
     """
-    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()  # turns grad on
-    with inference, torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+    with in_inference_mode(inference), torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
         pre_dispatch = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         if pre_dispatch or torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
@@ -58,6 +58,11 @@ def without_grad_and_modes() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def in_inference_mode(inference: bool) -> AbstractContextManager[object]:
+    """Return a context that is in inference mode, or is not; to leave the mode turns autograd on."""
+    return nullcontext() if torch.is_inference_mode_enabled() == inference else torch.inference_mode(inference)
 
 
 @cache

@@ -105,6 +105,8 @@ class UnfinishedTensor(torch.Tensor):
     ) -> Any:
         """Run a function of unfinished tensors: by rows if it is known to work so, else on the whole tensors."""
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere autograd has taken it to pieces
+            return func.decompose(*args, **kwargs)
         if all(kind is UnfinishedTensor for kind in types) and (_any_unfinished(args, kwargs) or _is_view(func)):
             result = _by_rows(func, args, kwargs)
             if result is not NotImplemented:
@@ -220,14 +222,14 @@ def may_stay_unfinished(sizes: Sizes, least_rows: int) -> bool:
 
 
 def may_be_filled_later() -> bool:
-    """Tell whether a tensor that is made now may be filled later: not in inference mode, nor in functorch."""
-    return not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+    """Tell whether a tensor that is made now may be filled later: not in functorch."""
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def unfinished(pending: Pending, least_rows: int, counted: str = "region", blocks: int = 1) -> torch.Tensor:
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
-    Else, and where no tensor may be changed later (inference mode, functorch), wait. `counted`: the name in `COUNTS`.
+    Else, and where no tensor may be changed later (functorch), wait. `counted`: the name in `COUNTS`.
     blocks: as in `Rows`; the sizes of `pending` are those of a block.
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
@@ -418,6 +420,12 @@ def _is_view(func: Any) -> bool:
     )
 
 
+@lru_cache(maxsize=512)
+def _is_composite(func: Any) -> bool:
+    """Tell whether an operator is made of others: one of a linear layer is a matmul, which works by rows."""
+    return bool(func._can_decompose())
+
+
 def _draws(func: Any) -> bool:
     """Tell whether an operator draws random numbers, which belong to whole tensors."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -467,6 +475,8 @@ class _Operands:
 
     def _source(self, leaf: torch.Tensor) -> torch.Tensor:
         if leaf is not self._changes:
+            if leaf.is_inference() and not is_unfinished(leaf):
+                return finished(leaf).clone()  # it has no version that would tell of a change
             self._read.append(_Unchanged(leaf))
         if not isinstance(leaf, UnfinishedTensor):
             return leaf
@@ -743,8 +753,8 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     if place and (isinstance(args[0], UnfinishedTensor) or args[0].dim() != 1):
         return NotImplemented
     rows = x._rows
-    if rows.blocks != 1 or w.dtype != x.dtype or w.device != x.device:
-        return NotImplemented
+    if rows.blocks != 1 or w.dtype != x.dtype or w.device != x.device or w.is_inference():
+        return NotImplemented  # what is no parameter, and has no version, may change before the rows come
     k, n = w.shape
     layout = TRANSPOSED if w.stride(0) == 1 and n > 1 else ROW_MAJOR
     sizes = _exact_sizes(func, k, n, x.dtype, x.device, layout, rows.progress.sizes, torch.get_num_threads())

@@ -1,0 +1,120 @@
+"""Modules that work row by row, run on the rows that have arrived, whatever kernel is inside.
+
+The operators of ops/unfinished.py are torch's, by name. A module may call any kernel: a fused norm, a quantised matmul,
+an operator of a vendor. If each row of its results depends on the same row of its inputs alone, `by_rows` runs it chunk
+by chunk as the rows come. Who calls `by_rows` vouches for that; all else waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ascend_parallel.ops.lazy_rows import LazyRows, Rows
+from ascend_parallel.ops.probing import without_grad_and_modes
+from ascend_parallel.ops.record import compute_rows
+from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, is_unfinished, may_be_filled_later
+
+# Rows of the first call of a module, with zeros, which tells the shapes and dtypes of its results.
+TRIED_ROWS = 16
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result of a module without its rows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The results of a module: of a tuple or a list, `kind`, or one tensor alone."""
+
+    each: tuple[_Result, ...]
+    kind: type | None
+
+    @staticmethod
+    def of(made: Any) -> _Results:
+        """Describe what a module has returned; raises `TypeError` if that is not made of tensors."""
+        several = made if isinstance(made, (tuple, list)) else (made,)
+        if not all(isinstance(result, torch.Tensor) and result.dim() for result in several):
+            raise TypeError(f"expected a tensor of rows or several, found {type(made).__name__}")
+        return _Results(
+            tuple(_Result(tuple(result.shape[1:]), result.dtype) for result in several),
+            type(made) if isinstance(made, (tuple, list)) else None,
+        )
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Results]] = WeakKeyDictionary()
+
+
+def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, writes: bool = False) -> Any:
+    """Return ``function(*inputs)``, unfinished where an input is: it runs on the rows that have arrived.
+
+    inputs    [M, ...] each, with the same M
+    returns   [M, ...], a tensor or a tuple or list of tensors
+
+    module: what the function belongs to; its results have the same shapes and dtypes for the same inputs. The function
+    gives each row what it would give it alone. writes: it may change its inputs; it then gets copies, and theirs stay.
+    """
+    unfinished = [x for x in inputs if is_unfinished(x)]
+    if not unfinished or not all(_has_rows(x, inputs[0].shape[0]) for x in inputs) or not may_be_filled_later():
+        return function(*map(finished, inputs))
+    results = _results_of(module, function, inputs)
+    values = [x._value if isinstance(x, UnfinishedTensor) and is_unfinished(x) else _kept(x) for x in inputs]
+    sources = [x._rows.progress for x in unfinished if isinstance(x, UnfinishedTensor)]
+    sizes, m = sources[0].sizes, inputs[0].shape[0]
+    buffers = [unfinished[0].new_empty((m, *each.shape), dtype=each.dtype) for each in results.each]
+    bounds, name = list(pairwise((0, *accumulate(sizes)))), type(module).__name__
+
+    def fill(index: int) -> None:
+        start, stop = bounds[index]
+        for source in sources:
+            source.up_to(stop)
+        rows = [value[start:stop].clone() if writes else value[start:stop] for value in values]
+        made = compute_rows(name, function, *rows)
+        if _Results.of(made) != results:
+            raise RuntimeError(f"{name} was expected to return {results.each}, and returned {_Results.of(made).each}")
+        for buffer, part in zip(buffers, _listed(made), strict=True):
+            buffer[start:stop].copy_(part)
+
+    progress = LazyRows(sizes, fill)
+    for source in sources:
+        source.read_by(progress)
+    tensors = [UnfinishedTensor(buffer, Rows(progress, 1, 1)) for buffer in buffers]
+    return tensors[0] if results.kind is None else results.kind(tensors)
+
+
+def _has_rows(x: torch.Tensor, m: int) -> bool:
+    """Tell whether x is [M, ...] with its rows along the first dimension, in one block."""
+    if x.dim() < 2 or x.shape[0] != m:
+        return False
+    if not isinstance(x, UnfinishedTensor) or x._rows.progress.finished:
+        return True
+    return x._rows.lead == 1 and x._rows.blocks == 1 and sum(x._rows.progress.sizes) == m
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """Return finished rows as they are now: who has them may change them before the other rows have come."""
+    return finished(x).clone()
+
+
+def _results_of(module: Any, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> _Results:
+    """Return the results' shapes and dtypes; at the first call with such inputs the function runs on zeros."""
+    known = _KNOWN.setdefault(module, {})
+    key = tuple((x.shape[1:], x.dtype, x.device) for x in inputs)
+    if key not in known:
+        with without_grad_and_modes(torch.is_inference_mode_enabled()):
+            zeros = [torch.zeros((TRIED_ROWS, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in inputs]
+            known[key] = _Results.of(function(*zeros))
+    return known[key]
+
+
+def _listed(made: Any) -> Sequence[torch.Tensor]:
+    return made if isinstance(made, (tuple, list)) else (made,)
