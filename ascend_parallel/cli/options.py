@@ -21,6 +21,7 @@ LAYERS = {"both": ("row", "column"), "row": ("row",), "column": ("column",)}
 TP, TP_HERE = 8, 2
 SEQUENCE = 4096  # of a model whose preset names none
 
+MINDFORMERS = "YAML file of a MindFormers training (docs/from-mindspore.md)."
 ModelOption = Annotated[str | None, typer.Option(help="A preset's layers: ascend-parallel predict --list.")]
 ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", metavar="M,K,N", help="Matmul [M, K] x [K, N]; may be repeated.")

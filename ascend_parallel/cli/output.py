@@ -6,11 +6,14 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 from rich.console import Console
 
 from ascend_parallel.tuning.launch.ranks import RankError
+
+Value = TypeVar("Value")
 
 
 def console(width: int, *, highlight: bool = True) -> Console:
@@ -30,6 +33,13 @@ def needs_folder(option: str, file: Path) -> None:
     """Raise `ValueError` if the folder of a file to write does not exist: before the work, not after it."""
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+
+
+def needed(option: str, value: Value | None, instead: str) -> Value:
+    """Return the value of an option; raises `ValueError` if neither it nor what `instead` reads gives one."""
+    if value is None:
+        raise ValueError(f"{option} is missing: give it, or {instead} with a file that has it")
+    return value
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
+from ascend_parallel.cli.options import MINDFORMERS
+from ascend_parallel.cli.output import errors, needed, needs_folder, needs_sharding, progress_console
 from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
@@ -18,6 +19,7 @@ from ascend_parallel.tuning.cost_model.tables import lookup
 if TYPE_CHECKING:
     from ascend_parallel.training.confirm_degrees import ConfirmedCandidate
     from ascend_parallel.training.degrees.search import SearchResult
+    from ascend_parallel.tuning.cost_model.models import Model
 
 MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 30
 FLOAT32 = "float32"
@@ -28,14 +30,17 @@ Progress = Callable[[str], None]
 
 def plan_training(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A preset (ascend-parallel predict --list), a config.json of transformers or a TOML file of sizes, or "
             "MODULE:FUNCTION that returns (model, batch[, loss])."
         ),
-    ],
-    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")],
-    memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")],
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks; all are used.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of a rank, such as 60e9 or 60GB.")] = None,
+    mindformers: Annotated[
+        Path | None, typer.Option(help=MINDFORMERS + " Gives what is not given: model, ranks, memory, batch, seq.")
+    ] = None,
     ep: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer; default: searched."),
@@ -78,22 +83,37 @@ def plan_training(
       ascend-parallel plan-training --model llama2-7b --ranks 64 --memory 60GB --hardware 910b
 
       ascend-parallel plan-training --model my_models:planned --ranks 8 --memory 30GB --hardware cpu-gloo --json
+
+      ascend-parallel plan-training --mindformers pretrain_qwen3_32b_4k.yaml --memory 60GB
     """
     needs_sharding("plan-training")
     from ascend_parallel.training.degrees.report import as_dict, text, toml_of
+    from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
+    from ascend_parallel.tuning.cost_model.models import Model
 
     with errors("plan-training", ImportError, ArithmeticError), progress_console(as_json).status("planning") as status:
+        run = None if mindformers is None else read_mindformers(mindformers, ranks)
+        if run is not None:
+            ranks, memory = ranks or run.ranks, memory or run.memory
+        ranks, memory = needed("--ranks", ranks, "--mindformers"), needed("--memory", memory, "--mindformers")
         limit = bytes_of(memory, "--memory")
-        file = out or Path(f"{Path(model).stem if model.endswith(FILES) else model.rpartition(':')[2]}-{ranks}.toml")
+        if run is not None and ":" not in (model or ""):
+            batch, seq = batch or run.batch, seq or run.sequence
+        planned_model = run.model() if run is not None and model is None else needed("--model", model, "--mindformers")
+        name = planned_model.name if isinstance(planned_model, Model) else planned_model
+        file = out or Path(f"{Path(name).stem if name.endswith(FILES) else name.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)
         amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
         job = {"ranks": ranks, "memory": limit, "ep": ep, "cp": cp}
-        found, planned = _searched(model, batch, seq, amp, hardware, status.update, **job)
+        found, planned = _searched(planned_model, batch, seq, amp, hardware, status.update, **job)
         best = found.best[planned.place]
         file.write_text(toml_of(found.tables(best), found, best), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(as_dict(found) | {"file": str(file), "planned": vars(planned)}, indent=1))
+        more = {"file": str(file), "planned": vars(planned)} | ({} if run is None else {"mindformers": run.as_dict()})
+        typer.echo(json.dumps(as_dict(found) | more, indent=1))
         return
+    if run is not None:
+        typer.echo(f"{run.report()}\n")
     typer.echo(text(found))
     for candidate, size in zip(found.best, planned.too_large, strict=False):
         typer.echo(f"left out: {candidate}; planned as a whole it needs {size_of(size)}")
@@ -102,11 +122,17 @@ def plan_training(
 
 
 def _searched(
-    name: str, batch: int | None, seq: int | None, amp: str | None, hardware: str, progress: Progress, **job: Any
+    name: str | Model,
+    batch: int | None,
+    seq: int | None,
+    amp: str | None,
+    hardware: str,
+    progress: Progress,
+    **job: Any,
 ) -> tuple[SearchResult, ConfirmedCandidate]:
     """Return the result of a search, and the first of its best that fits as a whole.
 
-    name: a user's function, a preset of the cost model, or a file of sizes. job: ranks, memory, ep and cp.
+    name: a user's function, a preset of the cost model, a file of sizes, or a model. job: ranks, memory, ep and cp.
     """
     from ascend_parallel.training import AmpOptions, search_degrees
     from ascend_parallel.training.confirm_degrees import planned_whole
@@ -115,7 +141,7 @@ def _searched(
     from ascend_parallel.training.loss import mean_loss
 
     job |= {"hardware": hardware, "progress": progress}
-    if ":" in name:
+    if isinstance(name, str) and ":" in name:
         refuse_sizes(name, batch, seq)
         model, data, loss = build_model(name, with_loss=True)
         options = AmpOptions(dtype=None if amp == FLOAT32 else amp)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.options import DTYPES, MOST_RANKS, MOST_ROWS, TP, SequenceOption, dtype_of
+from ascend_parallel.cli.options import DTYPES, MINDFORMERS, MOST_RANKS, MOST_ROWS, TP, SequenceOption, dtype_of
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
@@ -23,10 +23,16 @@ from ascend_parallel.tuning.cost_model.hardware import (
 from ascend_parallel.tuning.cost_model.tables import PlanningError, require
 
 if TYPE_CHECKING:
+    from ascend_parallel.tuning.cost_model.mindformers import MindFormersRun
     from ascend_parallel.tuning.cost_model.models import Model
     from ascend_parallel.tuning.cost_model.published import Assumptions
 
 WIDTH = 150
+# Options that a file of MindFormers gives.
+GIVEN_BY_RUNS = (
+    *("tp", "dp", "pp", "cp", "ep", "zero", "micro_batch", "micro_batches", "virtual_stages"),
+    *("sequence_parallel", "recompute", "recompute_layers", "gains", "published"),
+)
 EXAMPLES = """Predict the gain of overlap for a model, per layer and end to end, from a cost model; needs no device.
 
 Examples:
@@ -38,6 +44,8 @@ Examples:
   ascend-parallel predict --model llama2-7b --tp 2 --hardware cpu-gloo --link 1gbit --seq 1024
 
   ascend-parallel predict --model mixtral-8x7b --tp 2 --dp 32 --ep 8 --hardware 910b
+
+  ascend-parallel predict --mindformers pretrain_qwen3_32b_4k.yaml --hardware 910b
 
   ascend-parallel predict --published
 
@@ -92,6 +100,10 @@ Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: 
 LaunchTime = Annotated[float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")]
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with the lanes of a step with the best chunks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")]
+MindFormersFile = Annotated[
+    Path | None,
+    typer.Option("--mindformers", help=MINDFORMERS + " Gives the model, unless it is given, and all degrees."),
+]
 ListAll = Annotated[bool, typer.Option("--list", help="List models and hardware.")]
 Sources = Annotated[bool, typer.Option("--sources", help="Print every number of the hardware with its source.")]
 Published = Annotated[
@@ -107,6 +119,7 @@ Gains = Annotated[
 
 
 def predict(
+    ctx: typer.Context,
     model: ModelName = None,
     model_file: ModelFile = None,
     hardware: HardwareName = None,
@@ -131,6 +144,7 @@ def predict(
     launch_us: LaunchTime = None,
     html: Html = None,
     as_json: AsJson = False,
+    mindformers: MindFormersFile = None,
     list_all: ListAll = False,
     sources: Sources = False,
     published: Published = False,
@@ -154,6 +168,12 @@ def predict(
         if list_all:
             _list(out, as_json)
             return
+        run = None if mindformers is None else _run(mindformers, ctx)
+        if run is not None:
+            tp, dp, pp, cp, ep, zero = run.tp, run.dp, run.pp, run.cp, min(run.ep, run.dp), run.zero_stage
+            virtual_stages, micro_batches, micro_batch = run.virtual_stages, run.micro_batches, run.micro_batch
+            seq, sequence_parallel = seq or run.sequence, run.sequence_parallel and run.tp > 1
+            recompute, recompute_layers = "full" if run.recomputes else "none", run.most_recomputed
         machine = _hardware(hardware, hardware_file, link, launch_us)
         if sources:
             _show_sources(machine, out, as_json)
@@ -183,13 +203,29 @@ def predict(
             needs_folder("--html", html)
             require("--html", html, not gains, "it without --gains, which predicts several steps")
         with progress_console(as_json).status("predicting"):
-            result = compare(work) if gains else _predicted(_model(model, model_file), work, html)
+            described = run.model() if run and model is None and model_file is None else None
+            result = compare(work) if gains else _predicted(described or _model(model, model_file), work, html)
+    if run is not None and as_json:
+        result["mindformers"] = run.as_dict()
+    elif run is not None:
+        out.print(run.report(), markup=False, highlight=False)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif gains:
         show_published(result, out)
     else:
         show(result, out)
+
+
+def _run(path: Path, ctx: typer.Context) -> MindFormersRun:
+    """Return the run of a file; refuses options beside it that it gives too."""
+    from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
+
+    for name in GIVEN_BY_RUNS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise PlanningError(f"--{name.replace('_', '-')} is not allowed with --mindformers, which gives it")
+    return read_mindformers(path)
 
 
 def _predicted(model: Model, work: Assumptions, html: Path | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ascend_parallel.cli.options import MOST_RANKS
+from ascend_parallel.cli.options import MINDFORMERS, MOST_RANKS
 from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
@@ -232,7 +232,15 @@ def strategy(
             help="Function that returns (model, batch[, loss]), a preset (predict --list), or a file of sizes.",
         ),
     ],
-    config: Annotated[Path, typer.Option(help="TOML file with the strategy.")],
+    config: Annotated[Path | None, typer.Option(help="TOML file with the strategy.")] = None,
+    mindformers: Annotated[Path | None, typer.Option(help=MINDFORMERS)] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="With --mindformers: the path of the model's list of layers; default: layers."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="With --mindformers: ranks, if the file leaves them open.")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option("--batch", min=1, help="Presets: sequences of a step; default: as plan-training.")
     ] = None,
@@ -255,27 +263,47 @@ def strategy(
       ascend-parallel strategy my_models:llama_70b --config 8192.toml --schedule schedule.svg
 
       ascend-parallel strategy llama2-70b --config llama2-70b-1024.toml --html plan.html
+
+      ascend-parallel strategy my_models:qwen3 --mindformers pretrain_qwen3.yaml --layers model.layers
     """
     needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
     from ascend_parallel.training.explain import as_dict, explain, fullest_rank
     from ascend_parallel.training.loss import mean_loss
+    from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
 
     with errors("strategy", ImportError, ArithmeticError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None:
                 needs_folder(option, file)
-        requested = Strategy.from_toml(config)
+        if (config is None) == (mindformers is None):
+            given = f"; not both {config} and {mindformers}" if config else ""
+            raise ValueError(f"give either --config, a strategy's TOML, or --mindformers, a YAML file{given}")
+        for option, value in (("--layers", layers), ("--ranks", ranks)):
+            if config is not None and value is not None:
+                raise ValueError(f"{option} {value} is for --mindformers: leave it out")
+        run = None
+        if config is not None:
+            requested = Strategy.from_toml(config)
+        else:
+            assert mindformers is not None
+            run = read_mindformers(mindformers, ranks)
+            requested = Strategy.from_dict(run.tables(layers or "layers"), str(mindformers))
         if schedule is not None and requested.pipeline.degree == 1:
-            raise ValueError(f"--schedule {schedule}: {config} has no pipeline")
+            raise ValueError(f"--schedule {schedule}: {config or mindformers} has no pipeline")
+        if run is not None and ":" not in model:
+            rows, seq = rows or run.batch, seq or run.sequence
         built, batch, loss = _built(model, requested.ranks, rows, seq)
         planned = plan_training(requested, built, batch, loss or mean_loss)
-        text = json.dumps(as_dict(planned), indent=1) if as_json else explain(planned, operators, full=full)
+        more = {} if run is None else {"mindformers": run.as_dict()}
+        text = json.dumps(as_dict(planned) | more, indent=1) if as_json else explain(planned, operators, full=full)
         if schedule is not None:
             schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
         if html is not None:
             html.write_text(to_html(planned.plan, held=fullest_rank(planned)), encoding="utf-8")
+    if run is not None and not as_json:
+        typer.echo(f"{run.report()}\n")
     typer.echo(text)
     if planned.stages and not as_json:
         typer.echo(f"\n{requested.pipeline}")

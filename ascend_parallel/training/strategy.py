@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -30,7 +32,10 @@ from ascend_parallel.training.options import (
 from ascend_parallel.training.pipeline.options import PipelineOptions
 from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
+from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
 from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, read_text
+
+log = logging.getLogger("ascend_parallel")
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
 # Options that a hybrid model, which is not traced, cannot have.
@@ -111,6 +116,38 @@ class Strategy:
             return cls.from_dict(parse_toml(read_text(file, str(file)), str(file)), str(file))
         except PlanningError as error:
             raise StrategyOptionError(str(error)) from error
+
+    @classmethod
+    def from_mindformers(
+        cls,
+        path: str | Path,
+        *,
+        operators: Mapping[str, Any] | None = None,
+        layers: str = "layers",
+        ranks: int | None = None,
+        hardware: str = DEFAULT_HARDWARE,
+    ) -> Strategy:
+        """Read the YAML file of a MindFormers training, for its static graph or for PyNative; needs PyYAML.
+
+        operators
+            Strategies by pattern, as for `propagate`; MindFormers has its own in the code of its layers. Without them
+            the mode is "auto" where the file has "semi_auto".
+        layers
+            The path of the model's list of layers, such as "model.layers", for offsets and for recompute.
+        ranks
+            The number of ranks, for a file that leaves the replicas to the launch (PyNative).
+
+        Rank 0 logs what differs here and what has no counterpart; `read_mindformers(path).report()` has every key.
+        Raises `StrategyOptionError` with the key, its value and what is allowed.
+        """
+        try:
+            run = read_mindformers(path, ranks)
+        except PlanningError as error:
+            raise StrategyOptionError(str(error)) from error
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            log.warning("%s", run.report(used=False))
+        tables = run.tables(layers, named=bool(operators)) | {"hardware": hardware, "operators": dict(operators or {})}
+        return cls.from_dict(tables, str(path))
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], place: str = "the strategy") -> Strategy:

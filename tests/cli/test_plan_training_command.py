@@ -220,3 +220,19 @@ def test_a_config_json_with_experts_is_planned_with_the_degree_that_is_given():
 
 def test_ranks_below_1_are_refused():
     assert tell("--model", PLANNED, "--ranks", 0, "--memory", "1GB").exit_code == 2
+
+
+def test_a_mindformers_file_gives_what_is_not_given():
+    sizes = "num_layers: 3, hidden_size: 256, intermediate_size: 512, num_heads: 4, vocab_size: 512, seq_length: 64"
+    Path("run.yaml").write_text(
+        "runner_config: {batch_size: 4}\ncontext: {max_device_memory: 8GB}\n"
+        "parallel_config: {data_parallel: 2, model_parallel: 2}\n"
+        f"model: {{model_config: {{type: LlamaConfig, {sizes}}}}}\n"
+    )
+    found = tell("--mindformers", "run.yaml", "--hardware", "cpu-gloo", "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert told["file"] == "run-4.toml" and Strategy.from_toml("run-4.toml").ranks == 4
+    assert any(use["key"] == "context.max_device_memory" for use in told["mindformers"])
+    missing = tell("--ranks", "4", "--memory", "8GB")
+    assert missing.exit_code == 2 and "--model is missing" in missing.stderr

@@ -240,3 +240,27 @@ def test_a_verdict_says_what_is_hidden_and_what_is_exposed(run):
     text = " ".join(run(*words).stdout.split())
     assert f"{1e3 * verdict['exposed']:.3f} ms exposed" in text
     assert f"The slowest of 8 cards computes {verdict['slowest']:.1%} slower" in text and 0 < verdict["slowest"] < 0.05
+
+
+def test_a_mindformers_file_gives_the_model_and_the_degrees(run, tmp_path):
+    file = tmp_path / "qwen.yaml"
+    sizes = (
+        "num_hidden_layers: 8, hidden_size: 1024, intermediate_size: 4096, num_attention_heads: 16, vocab_size: 32000"
+    )
+    file.write_text(
+        "parallel_config: {data_parallel: 2, model_parallel: 4, pipeline_stage: 2, micro_batch_num: 8}\n"
+        "parallel: {enable_parallel_optimizer: True}\nrecompute_config: {recompute: [1, 2]}\n"
+        f"model: {{model_config: {{model_type: qwen3, seq_length: 2048, {sizes}}}}}\n"
+    )
+    found = json.loads(run("--mindformers", str(file), "--json").output)
+    keys = found.pop("mindformers")
+    assert {"recompute_config.recompute", "model.model_config.vocab_size"} <= {use["key"] for use in keys}
+    config = tmp_path / "qwen.json"
+    pairs = (pair.split(": ") for pair in sizes.split(", "))
+    config.write_text(json.dumps({"model_type": "qwen3"} | {key: int(value) for key, value in pairs}))
+    words = ("--tp", "4", "--dp", "2", "--pp", "2", "--micro-batches", "8", "--micro-batch", "1", "--seq", "2048")
+    more = ("--zero", "1", "--recompute", "full", "--recompute-layers", "2", "--no-sequence-parallel", "--json")
+    same = json.loads(run("--model-file", str(config), *words, *more).output)
+    assert found["step"] == same["step"] and found["memory"] == same["memory"]
+    refused = run("--mindformers", str(file), "--tp", "8")
+    assert refused.exit_code == 2 and "--tp is not allowed with --mindformers" in refused.output

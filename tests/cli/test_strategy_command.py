@@ -136,3 +136,24 @@ def test_a_preset_is_explained_as_plan_training_planned_it(tmp_path):
         ended = CliRunner().invoke(app, ["strategy", *given])
         assert ended.exit_code != 0
         assert message in " ".join(ended.output.split())
+
+
+def test_a_mindformers_file_stands_for_the_strategy(told):
+    text = (
+        "parallel_config: {data_parallel: 2, pipeline_stage: 2, micro_batch_num: 4}\n"
+        "recompute_config: {recompute: True, select_recompute: ['mlp']}\n"
+    )
+    Path("run.yaml").write_text(text)
+    words = ["strategy", "models.py:small", "--mindformers", "run.yaml"]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert "none    recompute_config.select_recompute=['mlp']" in found.stdout
+    assert "4 ranks, each stage on a mesh of dp=2" in found.stdout
+    keys = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["mindformers"]
+    assert [use["use"] for use in keys if use["key"].endswith("select_recompute")] == ["none"]
+    both = CliRunner().invoke(app, [*words, "--config", "s.toml"])
+    assert both.exit_code == 2 and "either --config" in both.stderr
+    Path("run.yaml").write_text(text.replace("pipeline_stage: 2", "pipeline_stage: two"))
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2
+    assert "parallel_config.pipeline_stage='two' is not allowed: give a whole number from 1" in refused.stderr

@@ -282,6 +282,8 @@ def test_a_strategy_that_cannot_be_says_what_can():
         propagate(graph, mesh(mp=3), {"up": ([None, ("mp", 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="uses mesh dimension mp twice"):
         propagate(graph, mesh(mp=2), {"up": ([None, ("mp", "mp")], None)}, objective="redistribution")
+    with pytest.raises(StrategyError, match="is not the order of the mesh, dp, mp"):  # elsewhere mp's parts are larger
+        propagate(graph, mesh(dp=2, mp=2), {"up": ([None, (("mp", "dp"), 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="no mesh dimension is called 'tp'; there are mp"):
         propagate(graph, mesh(mp=2), {"up": ([None, ("tp", 1)], None)}, objective="redistribution")
     with pytest.raises(StrategyError, match="'upp' names nothing; there are down, up"):

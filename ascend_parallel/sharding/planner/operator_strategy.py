@@ -116,7 +116,12 @@ def _names(entry: Any, mesh: Mapping[str, int], tensor: tuple[Any, ...]) -> list
     unknown = [name for name in names if name not in mesh]
     if unknown:
         raise StrategyError(f"{tensor}: no mesh dimension is called {unknown[0]!r}; there are {', '.join(mesh)}")
-    return sorted(names, key=list(mesh).index)
+    if names != sorted(names, key=list(mesh).index):
+        raise StrategyError(
+            f"{tensor}: {tuple(names)} is not the order of the mesh, {', '.join(mesh)}, whose first dimension has the "
+            "largest parts: name them in its order, or order the mesh so"
+        )
+    return names
 
 
 def _match(requested: Sequence[TensorPlacements | None], layouts: Sequence[Layout]) -> bool:

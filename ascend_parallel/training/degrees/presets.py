@@ -19,15 +19,19 @@ SEQUENCE = 4096
 DTYPES = ("bfloat16", "float32")
 
 
-def preset_of(name: str, ranks: int, length: int | None, batch: int | None) -> tuple[Model, int, int]:
-    """Return a preset, or the model of a file of sizes, with its sequence length and its sequences in a step.
+def preset_of(name: str | Model, ranks: int, length: int | None, batch: int | None) -> tuple[Model, int, int]:
+    """Return a preset, the model of a file of sizes, or a `Model`, with its sequence length and sequences of a step.
 
     length, batch: None: the model's own length; the default batch of so many ranks.
     """
-    path = Path(name)
-    model = read_model(path) if path.suffix in (".json", ".toml") else find_model(name)
+    model = name if isinstance(name, Model) else _named(name)
     length = length or model.sequence or SEQUENCE
     return model, length, batch or default_batch(ranks, length)
+
+
+def _named(name: str) -> Model:
+    path = Path(name)
+    return read_model(path) if path.suffix in (".json", ".toml") else find_model(name)
 
 
 def default_batch(ranks: int, length: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.choices import column_operators, row_operators
 from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_text, require
-from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of
+from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of, dimensions_of_config
 
 COLUMN, ROW = "column", "row"
 MOST = 1 << 40
@@ -303,6 +303,11 @@ def read_model(path: Path) -> Model:
     if path.suffix == ".json":
         return _model(path.parent.name if path.stem == "config" else path.stem, dimensions_of(text, place), place)
     return _model(path.stem, parse_toml(text, place), place)
+
+
+def model_of_config(config: Mapping[str, Any], name: str, place: str) -> Model:
+    """Return the model whose sizes have the names of transformers' config.json; errors name `place`."""
+    return _model(name, dimensions_of_config(config, place), place)
 
 
 def _model(name: str, values: Mapping[str, Any], place: str) -> Model:

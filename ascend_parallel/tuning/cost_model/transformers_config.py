@@ -44,6 +44,11 @@ def dimensions_of(text: str, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PlanningError(f"{place} is no valid JSON: {error}") from error
     require(f"{place}: content", type(config).__name__, isinstance(config, dict), "a table with model_type and sizes")
+    return dimensions_of_config(config, place)
+
+
+def dimensions_of_config(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the keys of `Model` that the values of a config.json give; raises `PlanningError`."""
     kind = config.get("model_type")
     require(f"{place}: model_type", kind, kind in FAMILIES, f"one of {', '.join(FAMILIES)}, or a TOML file of sizes")
     missing = [key for key in DIMENSIONS.values() if key not in config]
