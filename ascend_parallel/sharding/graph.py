@@ -280,6 +280,9 @@ class FunctionCall:
     moved
         Other tensors that are another value afterwards, by their value before: mse_loss gives its arguments one shape,
         and a write to a view changes the tensor that it is a part of.
+    stored, stored_before
+        The values that the call gives to parameters and buffers, and those that it reads, from earlier calls: a
+        statistic that was written, a weight as flatten(1) returned it.
     """
 
     function: Callable[..., Any]
@@ -290,6 +293,8 @@ class FunctionCall:
     changed: Mapping[int, int]
     nodes: tuple[Node, ...]
     moved: Mapping[Value, Value] = field(default_factory=dict)
+    stored: tuple[Value, ...] = ()
+    stored_before: tuple[Value, ...] = ()
 
     @cached_property
     def positional(self) -> int:

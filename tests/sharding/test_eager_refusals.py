@@ -80,9 +80,8 @@ class Backward(torch.autograd.Function):
 class Aliased(MLP):
     def forward(self, x):
         y = x * self.scale
-        z = y.view(-1)
-        y += 1
-        return z
+        y.detach().add_(1)
+        return y
 
 
 class Outside(MLP):

@@ -194,7 +194,10 @@ class EagerForward(TorchFunctionMode):
         call = self._eager.calls[number]
         planned = {leaf.local.value: leaf for leaf in leaves if isinstance(leaf, PlannedDTensor)}
         moved = {value: self._handles[value] for value in call.moved if value in self._handles}
-        registers = self._registers({value: each.local.tensors for value, each in (planned | moved).items()})
+        registers = self._registers(
+            {value: each.local.tensors for value, each in (planned | moved).items()}
+            | {value: self._updates[value] for value in call.stored_before}
+        )
         for instruction in self._program.calls[number]:
             if isinstance(instruction, RunKernel):
                 self._run_kernel(instruction, registers, call)

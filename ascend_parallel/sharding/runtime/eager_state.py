@@ -75,7 +75,7 @@ class EagerState:
         for number, call in enumerate(self.calls):
             values = tuple(leaf for leaf in call.arguments if isinstance(leaf, Value))
             self.by_values[call.function, values].append(number)
-        self.updated = frozenset(plan.graph.updates.values())
+        self.updated = frozenset(plan.graph.updates.values()).union(*(call.stored for call in self.calls))
         self.constants = {node.name: self._constant(node) for node in plan.graph.of_kind(CONSTANT)}
         self._first = first_names(model)
 
@@ -140,7 +140,10 @@ def _calls(plan: ShardingPlan) -> tuple[FunctionCall, ...]:
     """Return the function calls of the traced forward; raises `ValueError` for a plan that cannot run eagerly."""
     mesh, calls = plan.mesh, plan.graph.calls
     if isinstance(calls, str):
-        raise ValueError(f"the model cannot be run eagerly: {calls}. ShardedModule(...) runs the graph")
+        raise ValueError(
+            f"the model cannot be run eagerly: {calls}. The graph can be run: by ShardedModule(...), or by "
+            "train_step(..., static=True)"
+        )
     if mesh.process_ids != sorted(mesh.process_ids):
         raise ValueError(
             f"the ranks of {mesh} are not ascending, and torch's DTensor gathers such meshes wrongly; "

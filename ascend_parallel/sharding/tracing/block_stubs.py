@@ -407,7 +407,7 @@ def _with_origins(call: RecordedCall, moved: Callable[[Any], Any]) -> RecordedCa
         for leaves in (call.arguments, call.results)
     )
     given = {place: moved(origin) for place, origin in call.moved.items()}
-    return replace(call, arguments=arguments, results=results, moved=given)
+    return replace(call, arguments=arguments, results=results, moved=given, kept=list(map(moved, call.kept)))
 
 
 def _body(path: str, given: _Given, nodes: range, calls: range, returned: Any) -> _Body | None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import (
+    BUFFER,
     CALL,
     INPUT,
     FunctionCall,
@@ -31,7 +32,7 @@ from ascend_parallel.sharding.graph import (
     first_names,
     named_tensors,
 )
-from ascend_parallel.sharding.tracing.functionalize import is_in_place
+from ascend_parallel.sharding.tracing.functionalize import is_in_place, updates_statistics
 from ascend_parallel.sharding.tracing.grad_mode_scopes import (
     SET_GRAD_MODE,
     autocast_switched_off,
@@ -71,7 +72,8 @@ class RecordedCall:
     results_spec: pytree.TreeSpec
     changed: dict[int, int]
     moved: dict[int, Any]
-    nodes: list[str]  # the names of the tracer's nodes, if one of them is an in-place operator
+    kept: list[Any]  # what parameters and buffers among the arguments are now: w.flatten(1) may return w itself
+    nodes: list[str]  # the names of the tracer's nodes, if one of them writes to a tensor
     line: str
 
 
@@ -136,6 +138,8 @@ class _CallRecorder(TorchFunctionMode):
             return set_grad_mode(*args)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         arguments, latest = [self._origin(leaf) for leaf in leaves], _latest_node()
+        held = [leaf for leaf, origin in zip(leaves, arguments, strict=True) if isinstance(origin, ParameterRef)]
+        before = list(map(_node_of, held))
         if torch.is_grad_enabled():
             returned = function(*args, **(kwargs or {}))
         else:
@@ -149,12 +153,19 @@ class _CallRecorder(TorchFunctionMode):
         results, results_spec = pytree.tree_flatten(returned)
         changed = {place: written.pop(id(result)) for place, result in enumerate(results) if id(result) in written}
         traced = list(_nodes_after(latest))[::-1]
-        nodes = [node.name for node in traced] if any(map(is_in_place, traced)) else []
+        nodes = (
+            [node.name for node in traced]
+            if any(is_in_place(node) or updates_statistics(node) for node in traced)
+            else []
+        )
         if nodes or written or any(isinstance(result, torch.Tensor) for result in results):
             origins = [self._origin(result) for result in results]
             moved = {place: self._origin(leaves[place]) for place in written.values()}
+            after = zip(map(_node_of, held), before, strict=True)
+            kept = [UntracedTensor(node.name) for node, old in after if node is not None and node is not old]
+            line = calling_line()
             self._recording.calls.append(
-                RecordedCall(function, arguments, spec, origins, results_spec, changed, moved, nodes, calling_line())
+                RecordedCall(function, arguments, spec, origins, results_spec, changed, moved, kept, nodes, line)
             )
         return returned
 
@@ -233,7 +244,7 @@ def calls_of(
     values
         The graph's value of each of the tracer's nodes, by name.
     rewritten
-        {name of an in-place operator: the nodes that it wrote to through views, by name, with their new values}.
+        {name of an operator that writes: the other nodes that it changed, by name, with their new values}.
     """
     if recording.refused:
         return recording.refused
@@ -248,31 +259,48 @@ def calls_of(
     calls: list[FunctionCall] = []
     rest = graph.of_kind(CALL)
     places = {node.name: place for place, node in enumerate(rest)}
+    stored = set[Value]()
     done = 0
     for count, entry in enumerate(recording.calls, start=1):
         args, outputs = tuple(map(in_graph, entry.arguments)), tuple(map(in_graph, entry.results))
         after = ((args[place], in_graph(origin)) for place, origin in entry.moved.items())
         moved = {old: new for old, new in after if isinstance(old, Value) and isinstance(new, Value)}
+        kept = [value for value in map(in_graph, entry.kept) if isinstance(value, Value)]
         for owner, new in (pair for name in entry.nodes for pair in rewritten.get(name, {}).items()):
-            moved[now[owner]] = now[owner] = new
-        made = [value.node for value in (*outputs, *moved.values()) if isinstance(value, Value)]
+            if _is_held(values[owner], graph):
+                kept.append(new)
+            else:
+                moved[now[owner]] = new
+            now[owner] = new
+        made = [value.node for value in (*outputs, *moved.values(), *kept) if isinstance(value, Value)]
         if any(name in rewritten for name in entry.nodes):  # autograd makes the written views again, for nobody
             made += entry.nodes
         last = max((places.get(name, -1) for name in made), default=-1)
         end = len(rest) if count == len(recording.calls) else max(done, last + 1)
         nodes = tuple(rest[done:end])
         specs = (entry.arguments_spec, entry.results_spec)
-        if any(name in rewritten for name in entry.nodes):
-            nodes = _read_or_made(nodes, {*outputs, *moved.values()}, graph)
-        call = FunctionCall(entry.function, args, specs[0], outputs, specs[1], entry.changed, nodes, moved)
-        if missing := _missing(call, graph):
+        given = {value for value in (*args, *moved, *stored) if isinstance(value, Value)}
+        if any(name in rewritten for name in entry.nodes) or _missing(nodes, given, graph):
+            # autograd makes written views again, for nobody, in whichever call comes next
+            nodes = _read_or_made(nodes, {*outputs, *moved.values(), *kept}, graph)
+        if missing := _missing(nodes, given, graph):
             return (
                 f"{entry.line} calls {name_of(entry.function)}, which works on {missing}, a tensor that is not "
                 "among its arguments (an alias of one?)"
             )
+        read = tuple(stored.intersection(value for node in nodes for value in node.inputs))
+        call = FunctionCall(
+            entry.function, args, specs[0], outputs, specs[1], entry.changed, nodes, moved, tuple(kept), read
+        )
+        stored.update(kept)
         calls.append(call)
         done = end
     return tuple(calls)
+
+
+def _is_held(value: Value, graph: Graph) -> bool:
+    """Tell whether a value is that of a buffer before a write; the graph lacks a buffer that is only written."""
+    return value.node not in graph.nodes or graph.nodes[value.node].kind == BUFFER
 
 
 def _read_or_made(nodes: Sequence[Node], made: Set[Any], graph: Graph) -> tuple[Node, ...]:
@@ -287,10 +315,10 @@ def _read_or_made(nodes: Sequence[Node], made: Set[Any], graph: Graph) -> tuple[
     return tuple(reversed(kept))
 
 
-def _missing(call: FunctionCall, graph: Graph) -> str:
-    """Return a tensor that the call's operators read, but that is no argument, parameter or result of the call."""
-    available = {argument for argument in (*call.arguments, *call.moved) if isinstance(argument, Value)}
-    for node in call.nodes:
+def _missing(nodes: Sequence[Node], given: Set[Value], graph: Graph) -> str:
+    """Return a tensor that a call's nodes read, but that is neither given to the call nor made by it; "" if none."""
+    available = set(given)
+    for node in nodes:
         for value in node.inputs:
             if value not in available and graph.nodes[value.node].kind in (CALL, INPUT):
                 return value.node

@@ -46,7 +46,16 @@ from ascend_parallel.sharding.tracing.determinism import (
     random_states_kept,
 )
 from ascend_parallel.sharding.tracing.function_calls import Recording, calls_of
-from ascend_parallel.sharding.tracing.functionalize import SCATTERS, FunctionalOp, View, functional_ops
+from ascend_parallel.sharding.tracing.functionalize import (
+    FunctionalOp,
+    Path,
+    View,
+    ViewCall,
+    changes_others,
+    functional_ops,
+    inverse,
+    view_call,
+)
 from ascend_parallel.sharding.tracing.marked_tensors import placements_of, plain_tensors
 from ascend_parallel.sharding.tracing.model_files import is_model_file
 from ascend_parallel.sharding.tracing.same_blocks import ForwardNotes
@@ -57,10 +66,11 @@ VALUES = (
     "the same operators for all values: choose by torch.where or multiply by a mask, or make the number an argument of "
     "the forward"
 )
+EXPERTS = '(transformers: experts_implementation="batched_mm" or "grouped_mm")'
 SHAPES = (
     "the shape of a tensor depends on its values (nonzero, a boolean index, unique), and shapes have to be fixed: keep "
     "the shape, and choose by torch.where or multiply by a mask. Experts compute all tokens and are weighted, with 0 "
-    'for those not chosen (transformers: experts_implementation="batched_mm" or "grouped_mm")'
+    f"for those not chosen {EXPERTS}"
 )
 NUMPY = "numpy computes outside of torch: compute with tensors, or give the number as an argument of the forward"
 CONTAINER = (
@@ -156,7 +166,22 @@ def trace(
     placed = placements_of(model)
     arguments = (tuple(args), dict(kwargs or {}))
     with collector_paused(), plain_tensors(model, arguments) as (plain, (plain_args, plain_kwargs)):
-        return replace(_traced(plain, plain_args, plain_kwargs, twice), placed=placed, tied=tied_names(model))
+        try:
+            graph = _traced(plain, plain_args, plain_kwargs, twice)
+        except TraceError as error:
+            raise TraceError(_without_what_is_set(str(error), model)) from error
+    return replace(graph, placed=placed, tied=tied_names(model))
+
+
+def _without_what_is_set(message: str, model: torch.nn.Module) -> str:
+    """Return a message that does not advise an option of transformers that the model has and these experts ignore."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    chosen = {getattr(config, "_experts_implementation", None) for config in configs}
+    for name in ("batched_mm", "grouped_mm"):
+        if name in chosen:
+            ignored = f"(these do not read experts_implementation, which is {name!r}: write them so)"
+            return message.replace(EXPERTS, ignored)
+    return message
 
 
 def _traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], twice: bool) -> Graph:
@@ -200,7 +225,7 @@ def _exported(
                 f"{place_of(replacements)}{replacements.target} writes to a tensor with aliases: write it out of place"
             )
             replacements = {}
-        if stubs is not None and any(replacement.written for replacement in replacements.values()):
+        if stubs is not None and any(map(changes_others, replacements.values())):
             raise CannotExpandError
     except Exception as error:  # torch.export passes on any exception
         if stubs is not None:
@@ -251,7 +276,7 @@ class _Builder:
         self._nodes: dict[str, Node] = {}
         self._written: dict[str, Value] = {}
         self.values: dict[str, Any] = {}  # a Value or a list of Values, by the name of the program's node
-        # {name of an in-place operator: the nodes that it wrote to through views, by name, with their new values}
+        # {name of an operator that writes: the other nodes that it changed, by name, with their new values}
         self.rewritten: dict[str, dict[str, Value]] = {}
         self._now: dict[str, Value] = {}  # the values of nodes that were written to
 
@@ -319,34 +344,56 @@ class _Builder:
         several = isinstance(node.meta.get("val"), (list, tuple))
         self.values[node.name] = _places(node.name, value) if several else Value(node.name)
         self._written |= {buffer: Value(node.name, index) for buffer, index in operation.updates.items()}
-        self._scatter(node, operation.written)
+        self._renew(node, {name: Value(node.name, index) for name, index in operation.renewed.items()})
+        self._put_back(node, operation.written)
+        self._make_again(node, operation.made_again)
 
     def _value(self, node: torch.fx.Node) -> Any:
         return self._now.get(node.name, self.values[node.name])
 
-    def _scatter(self, write: torch.fx.Node, views: Sequence[View]) -> None:
+    def _renew(self, write: torch.fx.Node, values: Mapping[str, Value]) -> None:
+        """Note that nodes, by name, have new values after `write`."""
+        self._now |= values
+        if values:
+            self.rewritten.setdefault(write.name, {}).update(values)
+
+    def _put_back(self, write: torch.fx.Node, views: Sequence[View]) -> None:
         """Put what `write` wrote to the last of `views` into the tensors that it is a part of."""
         if not views:
             return
-        written, module = self.rewritten.setdefault(write.name, {}), _module(write)
         parts = [self._value(views[0].owner)]
         for view, inner in pairwise(views):
             name = f"{write.name}_{view.node.name}"
-            parts.append(self._add_view(name, view, view.node.target, parts[-1:], inner.owner, module))
+            parts.append(self._add_view(name, view_call(view), parts[-1:], inner.owner, write))
         new = Value(write.name)
         for view, part in zip(reversed(views), reversed(parts), strict=True):
-            name, scatter = f"{write.name}_{view.node.name}_scatter", SCATTERS[view.node.target]
-            new = self._add_view(name, view, scatter, [part, new], view.owner, module)
-            self._now[view.owner.name] = written[view.owner.name] = new
+            back = inverse(view)
+            inputs = [part, new] if back.reads_owner else [new]
+            new = self._add_view(f"{write.name}_{view.node.name}_scatter", back, inputs, view.owner, write)
+            self._renew(write, {view.owner.name: new})
+        buffer = self._program.graph_signature.inputs_to_buffers.get(views[0].owner.name)
+        if buffer is not None:
+            self._written[buffer] = new
+
+    def _make_again(self, write: torch.fx.Node, paths: Sequence[Path]) -> None:
+        """Make the views anew that are read after `write`."""
+        for path in paths:
+            value = self._value(path.root)
+            for view in path.views:
+                name = f"{write.name}_{view.node.name}_again"
+                if name not in self._nodes:
+                    self._add_view(name, view_call(view), [value], view.node, write)
+                value = Value(name)
+            self._renew(write, {path.node.name: value})
 
     def _add_view(
-        self, name: str, view: View, target: Any, inputs: Sequence[Value], like: torch.fx.Node, module: str
+        self, name: str, call: ViewCall, inputs: Sequence[Value], like: torch.fx.Node, write: torch.fx.Node
     ) -> Value:
-        """Add a view, or its scatter, whose result has the shape of `like`."""
-        metas, meta = tuple(map(self._meta_of, inputs)), _meta(like.meta["val"], view.node)
-        args = (*map(Ref, range(len(inputs))), *view.node.args[1:])
-        call = OpCall(target, args, dict(view.node.kwargs), metas, (meta,))
-        self._nodes[name] = Node(name, CALL, (meta,), call, tuple(inputs), module)
+        """Add a view, or its inverse, whose result has the shape of `like`."""
+        metas, meta = tuple(map(self._meta_of, inputs)), _meta(like.meta["val"], like)
+        args = (*map(Ref, range(len(inputs))), *call.args)
+        operation = OpCall(call.target, args, dict(call.kwargs), metas, (meta,))
+        self._nodes[name] = Node(name, CALL, (meta,), operation, tuple(inputs), _module(write))
         return Value(name)
 
     def _meta_of(self, value: Value) -> TensorMeta:
