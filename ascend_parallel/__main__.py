@@ -100,6 +100,7 @@ def verify(arguments: list[str]) -> None:
     if options.degrees is not None:
         _compare_degrees(parser, options)
     import ascend_parallel
+    from ascend_parallel.patch_control import CONTROL
     from ascend_parallel.settings import RAREST
     from ascend_parallel.text import shown, whole
 
@@ -122,12 +123,16 @@ def verify(arguments: list[str]) -> None:
         if end.code:
             raise
     finally:
-        results = ascend_parallel.verification()
-        if options.json and os.environ.get("RANK", "0") == "0":
-            sys.stdout.write(json.dumps(results.as_dict()) + "\n")
+        results = CONTROL.report_verification()
+        if os.environ.get("RANK", "0") == "0":
+            # the report is what the command is for: no log level leaves it out
+            report = f"{json.dumps(results.as_dict())}\n" if options.json else f"{results}\n"
+            sys.stdout.write(report)
             sys.stdout.flush()
+            if options.json:
+                sys.stderr.write(f"{results}\n")
         if "RANK" not in os.environ and not results.layers:
-            sys.stderr.write(f"{results}\nnote: start it with torchrun, like the training\n")
+            sys.stderr.write("note: start it with torchrun, like the training\n")
     raise SystemExit(0 if results.passed else 1)
 
 

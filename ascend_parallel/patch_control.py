@@ -90,7 +90,7 @@ class PatchControl:
         self._configured = False
         # The error of the environment's settings; this package's command reports it instead of the import.
         self.refused: SettingsError | None = None
-        self._verifies = False
+        self._verifies = self._reported = False
         self._timeline = Variable()
         self._log_level = LogLevel()
 
@@ -209,8 +209,13 @@ class PatchControl:
 
     def log_verification(self) -> None:
         """Log on rank 0, at the end of a run with verification, its results."""
-        if current_settings().verify_every and str(os.environ.get("RANK", LEDGER.rank)) == "0":
+        if current_settings().verify_every and not self._reported and str(os.environ.get("RANK", LEDGER.rank)) == "0":
             log.warning("%s", self.verification())  # a warning, so that the requested result is visible by default
+
+    def report_verification(self) -> Verification:
+        """Return the results for a command that prints them: they are not logged."""
+        self._reported = True
+        return self.verification()
 
     def _why_idle(self) -> str:
         """Return the reason why no layer ran with overlap."""
