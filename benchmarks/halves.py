@@ -8,6 +8,7 @@ Parts, each in processes of its own, so that a part that hangs takes no other al
 
     layers    one forward of each layer: milliseconds of the device and of the host, plain, by hand and overlapped
     symm      the same of torch's async operators (symmetric memory), where the layer has one
+    graph     the same in CUDA graphs: what the device takes where the host takes nothing
     profile   kernels, launches and copies of one forward and backward of each layer on rank 0
     steps     whole steps of Megatron's GPT, with the bits of its loss and gradients
 """
@@ -15,10 +16,12 @@ Parts, each in processes of its own, so that a part that hangs takes no other al
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import itertools
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -40,7 +43,7 @@ from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.tuning.launch.ranks import RankError
 
 RANKS, PLAIN = 2, "plain"
-PARTS = ("layers", "symm", "profile", "steps")
+PARTS = ("layers", "symm", "graph", "profile", "steps")
 SILENCE = 30.0  # seconds without progress after which a rank prints its stacks and ends
 PART_LIMIT = 100.0
 Way = Callable[[], torch.Tensor]
@@ -116,7 +119,7 @@ def rank(group: dist.ProcessGroup, part: str, options: dict[str, Any]) -> dict[s
     if options["device"] == "cuda":
         torch.cuda.set_device(0)
         group = dist.new_group(backend="nccl")
-    run = {"layers": _layers, "symm": _symm, "profile": _profiles, "steps": _steps}[part]
+    run = {"layers": _layers, "symm": _symm, "graph": _graphs, "profile": _profiles, "steps": _steps}[part]
     more, figures = run(group, options)
     faulthandler.cancel_dump_traceback_later()
     return {"texts": texts + more, "figures": figures}
@@ -138,7 +141,9 @@ def _machine(options: dict[str, Any]) -> str:
         text=True,
         timeout=20,
     ).stdout.strip()
-    nccl = ".".join(map(str, module.nccl.version()))
+    version = ctypes.c_int()  # of the library that is loaded; torch.cuda.nccl.version() is that of torch's build
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    nccl = f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
     return (
         f"one {module.get_device_name(0)}, two halves (MPS, {options['share']} %), driver {driver}, torch "
         f"{torch.__version__}, NCCL {nccl}, CTAs {os.environ.get('NCCL_MAX_CTAS', 'own')}, "
@@ -380,6 +385,41 @@ def _symm(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str],
     return [_sizes(options), table(HEADS, rows)], figures
 
 
+def _graphs(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Capture one forward of each way, replay it, and compare the bits."""
+    if options["device"] == "cpu":
+        return ["a CPU captures no graph"], {}
+    rows, figures = [], {}
+    for kind in KINDS:
+        operands = Operands(kind, group, options)
+        ways: dict[str, Way] = {PLAIN: operands.plain, **operands.by_hand()}
+        for count in (2, 4):
+            ways[f"ours, {count}"] = functools.partial(operands.ours, Settings(num_chunks=count))
+        replays = {}
+        for name, way in ways.items():
+            alive(f"{kind}: capture of {name}")
+            replays[name] = _captured(way)
+        more, figures[kind] = _compared(kind, replays, operands.plain().clone(), options)
+        rows += more
+    return [_sizes(options), table(HEADS, rows)], figures
+
+
+def _captured(way: Way) -> Way:
+    """Return what replays a way as a graph; three calls warm up, and find out about bits."""
+    for _ in range(3):
+        way()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = way()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return y
+
+    return replay
+
+
 # ---- profiles --------------------------------------------------------------------------------------------
 
 
@@ -466,6 +506,7 @@ def _steps(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str]
     from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
     rows, figures = [], {}
+    reasons = Reasons()
     on_cpu = options["device"] == "cpu"
     with contextlib.ExitStack() as stack:
         if on_cpu:
@@ -481,7 +522,27 @@ def _steps(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str]
     heads = ("mode", "COC_PARALLEL_NUM", "ms", "plain / it", "95 %", "host, ms", "loss and gradients with other bits")
     shape = f"GPT of {options['layers']} layers, hidden {options['hidden']}, {options['heads']} heads, "
     shape += f"{options['rows']} tokens in {options['batch']} sequences"
-    return [shape, table(heads, rows)], figures
+    return [shape, table(heads, rows), *reasons.taken()], figures
+
+
+class Reasons(logging.Handler):
+    """Collects why kernels and chunks were taken."""
+
+    def __init__(self) -> None:
+        """Listen to the package's log."""
+        super().__init__(logging.INFO)
+        self._said: dict[str, None] = {}
+        logging.getLogger("ascend_parallel").setLevel(logging.INFO)
+        logging.getLogger("ascend_parallel").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self._said[record.getMessage()] = None
+
+    def taken(self) -> list[str]:
+        """Return the messages, shortened."""
+        logging.getLogger("ascend_parallel").removeHandler(self)
+        return [text[:220] for text in list(self._said)[:40]]
 
 
 def _nccl_group(new_group: Callable[..., Any], *args: Any, backend: str | None = None, **options: Any) -> Any:

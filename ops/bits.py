@@ -50,8 +50,6 @@ def keep_bits(choice: Choice, group: dist.ProcessGroup, device: torch.device, la
 
 
 def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layout: str) -> Choice:
-    if device.type != "cpu" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return replace(choice, bit_exact=False, reason=f"{choice.reason}; bits not probed while a graph is captured")
     start = time.perf_counter()
     if not backend_of(group, device).blocks_host:
         _finish_collectives(choice, group, device)
@@ -70,15 +68,16 @@ def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layou
 
 
 def _finish_collectives(choice: Choice, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Return once no rank of `group` has work on its device.
+    """Return once no rank of `group` has work on its device; raise `CollectiveError` while a graph is captured.
 
     A collective in flight keeps compute units until all its ranks have some. Ranks that share a card could then wait
     for each other: one in its probe, the other in a collective for which the probing rank has no unit left.
     """
+    what = f"the probe of which chunks keep the bits of {name_of(choice.problem)}"
+    exchange(group, what, {}, CollectiveError, topic="capture")  # raises before the device is waited for
     if torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
-    what = f"the probe of which chunks keep the bits of {name_of(choice.problem)}, its device idle"
-    exchange(group, what, {}, CollectiveError)
+    exchange(group, what, {}, CollectiveError, topic="idle")
 
 
 def _candidates(choice: Choice) -> list[Sizes]:

@@ -22,7 +22,7 @@ from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, backend_of, usual_backend
+from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
 # neither a program's own sends nor receives left over from a failed call.
@@ -60,7 +60,7 @@ class Gathers(NamedTuple):
     starts
         For each chunk the function that starts its gather.
     in_place
-        Whether `rows` are those of `gathered`; to which this rank's own rows then do not come: the caller has them.
+        Whether `rows` are those of `gathered` without this rank's own, which the caller has.
     """
 
     gathered: torch.Tensor | None
@@ -77,6 +77,10 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
     """
     (m, k), ranks, rank = x_shard_m.shape, group.size(), group.rank()
     way = backend_of(group, x_shard_m.device).gathers
+    if len(sizes) == 1 and way != SENDS:
+        gathered = x_shard_m.new_empty(ranks, m, k)
+        whole = functools.partial(all_gather_single, gathered.flatten(0, 1), group=group)
+        return Gathers(gathered, [gathered], [whole], in_place=False)
     if way == CHUNK_MAJOR:
         buffers = torch.split_with_sizes(x_shard_m.new_empty(ranks * m, k), [ranks * size for size in sizes])
         gathered = x_shard_m.new_empty(ranks, m, k) if keep else None

@@ -17,6 +17,7 @@ from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import LimitedWork, describe, listed
+from ascend_parallel.process_groups.backend import backend_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -175,9 +176,14 @@ def run_collective(
 
 
 def limited(work: Work | None, group: dist.ProcessGroup, device: torch.device) -> Work:
-    """Return a started work as `LimitedWork`; a wrapper of this package has limits for the works inside."""
+    """Return a started work as `LimitedWork`; a wrapper of this package has limits for the works inside.
+
+    A backend that does not block the host watches its works itself.
+    """
     assert work is not None, "this rank is not a member of the group"
-    return LimitedWork(work, group, device) if isinstance(work, dist.Work) else work
+    if not isinstance(work, dist.Work) or not backend_of(group, device).blocks_host:
+        return work
+    return LimitedWork(work, group, device)
 
 
 def _failure(name: str, group: dist.ProcessGroup, error: RuntimeError) -> CollectiveError:

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.process_groups.backend import backend_of
-
 
 def describe(group: dist.ProcessGroup) -> str:
     """Return a group in words: its description, or its name, and its global ranks.
@@ -56,14 +54,11 @@ class LimitedWork:
     def __init__(self, work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
         """Hold a work of `group` on tensors of `device`."""
         self._work, self._group = work, group
-        self._limit = time_limit(group) if backend_of(group, device).blocks_host else None
+        self._limit = time_limit(group)
         self.is_completed, self.get_future = work.is_completed, work.get_future
 
     def wait(self) -> None:
         """Wait for the work; after the limit close the group's connections, as gloo does after the group's own."""
-        if self._limit is None:
-            self._work.wait()
-            return
         try:
             self._work.wait(self._limit)
         except RuntimeError as error:

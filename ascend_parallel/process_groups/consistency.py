@@ -91,11 +91,18 @@ def exchange(
     hint
         Why a rank may be missing; part of the error.
 
-    Every rank of the group calls this. Raises `error` with the ranks that did not come within the time limit of the
+    Every rank of the group calls this. Raises `error` while a graph is captured: a replay would not exchange anything.
+    Raises `error` with the ranks that did not come within the time limit of the
     group or of its store, whichever is shorter; sooner if a missing rank refused its settings (`refuse`). Either every
     rank that came gets the values, or every one raises. A rank that comes after that meets the others' next exchange.
     """
     me = dist.get_rank()
+    if is_capturing():
+        raise error(
+            f"rank {me} has come to {place} while a graph is captured, where ranks cannot talk to each other: run the "
+            "same steps without capture first, as a warm-up (with COC_PARALLEL_NUM=auto, COC_TUNE or COC_REGION=auto "
+            "until the log says what they chose)"
+        )
     if dist.get_backend(group) == "fake":  # the other ranks do not exist
         return {me: dict(value)}
     store: Any = c10d._get_process_group_store(group)
@@ -120,6 +127,15 @@ def exchange(
         store.delete_key(f"{prefix}/{number - 1}/{key}")
     _leave(store, f"{prefix}/{number}/read", lambda: len(keys))
     return dict(zip(keys, map(json.loads, texts), strict=True))
+
+
+def is_capturing() -> bool:
+    """Tell whether the accelerator's current stream is captured into a graph."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return False
+    asked = getattr(torch.get_device_module(accelerator), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def confirm_same(

@@ -229,7 +229,9 @@ def test_the_command_fails_with_the_layer_that_is_wrong(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [{"COC_VERIFY": "3", "COC_LOG_LEVEL": "error"}, pytest.param({}, marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "variables", [{"COC_VERIFY": "3", "COC_LOG_LEVEL": "error"}, pytest.param({}, marks=pytest.mark.stress)]
+)
 def test_the_command_fails_where_nothing_was_checked(tmp_path, variables):
     (result,) = verified(tmp_path, [], ranks=1, variables=variables)
     assert result.returncode == 1

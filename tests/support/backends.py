@@ -7,7 +7,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ascend_parallel.ops import bits, collectives, operators
+from ascend_parallel.ops import bits, collectives, operators, registry
 from ascend_parallel.process_groups.backend import HCCL, NCCL, ROWS
 
 DEVICE_WAYS = {"nccl": NCCL, "hccl": HCCL}
@@ -53,6 +53,7 @@ def as_backend(name, group):
     def forget():
         for kept in (operators._CHOICES, bits._PROBED):
             kept.pop(group, None)
+        registry._cached_choice.cache_clear()
 
     forget()
     try:
