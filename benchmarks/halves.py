@@ -522,7 +522,9 @@ def _steps(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str]
     heads = ("mode", "COC_PARALLEL_NUM", "ms", "plain / it", "95 %", "host, ms", "loss and gradients with other bits")
     shape = f"GPT of {options['layers']} layers, hidden {options['hidden']}, {options['heads']} heads, "
     shape += f"{options['rows']} tokens in {options['batch']} sequences"
-    return [shape, table(heads, rows), *reasons.taken()], figures
+    figures["log"] = reasons.taken()
+    decided = [text[:200] for text in figures["log"] if "on this machine" in text or "=auto: " in text]
+    return [shape, table(heads, rows), *decided[:14]], figures
 
 
 class Reasons(logging.Handler):
@@ -540,9 +542,9 @@ class Reasons(logging.Handler):
         self._said[record.getMessage()] = None
 
     def taken(self) -> list[str]:
-        """Return the messages, shortened."""
+        """Return the messages, and stop listening."""
         logging.getLogger("ascend_parallel").removeHandler(self)
-        return [text[:220] for text in list(self._said)[:40]]
+        return list(self._said)
 
 
 def _nccl_group(new_group: Callable[..., Any], *args: Any, backend: str | None = None, **options: Any) -> Any:
