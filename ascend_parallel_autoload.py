@@ -18,6 +18,7 @@ LAYERS = (
     "torch.distributed.tensor.parallel.style",
     "deepspeed.module_inject.layers",
     "torch.distributed._symmetric_memory",
+    "vllm.model_executor.layers.linear",
 )
 # COC_TAKE_OVER takes the place of MindSpeed's CoC, which these modules put in (patches/mindspeed/take_over.py).
 COC_FEATURES = (

@@ -21,7 +21,7 @@ from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTabl
 ORDERS = ("auto", "compute_first", "communicate_first")
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
-FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem")
+FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem", "vllm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # Field of Settings -> environment variable that sets it.
@@ -82,7 +82,7 @@ class Settings(OperatorSettings):
         Take the place of MindSpeed's CoC, with MindSpeed's arguments. COC_TAKE_OVER.
     region
         True: the rows of a layer's collectives stay on their way past the layer, until something reads them. "auto":
-        where a training's first passes run faster so. COC_REGION.
+        where a training's first passes run faster so. None: in vLLM's prefill alone, which has no backward. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
     frameworks
@@ -111,7 +111,7 @@ class Settings(OperatorSettings):
     verify_every: int = 0
     verify_limit: float | None = None
     take_over: bool = False
-    region: bool | str = False
+    region: bool | str | None = None
     region_rows: int = 64
     frameworks: tuple[str, ...] | None = None
     log_level: str | None = None
@@ -131,7 +131,7 @@ class Settings(OperatorSettings):
                 f"{other} is not allowed with COC_DETERMINISTIC=tp, whose bits only this package's own linear layers "
                 "have, one by one: unset one of the two"
             )
-        allowed = isinstance(self.region, bool) or self.region == "auto"
+        allowed = self.region is None or isinstance(self.region, bool) or self.region == "auto"
         require("region", self.region, allowed, 'true, false or "auto"')
         named = self.frameworks
         known = named is None or (isinstance(named, tuple) and named and all(name in FRAMEWORKS for name in named))

@@ -49,7 +49,7 @@ EachRows = Callable[[int, slice, torch.Tensor], object]
 
 
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: Weight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+    x_m: torch.Tensor, w: Weight | BlockedWeight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
 ) -> Pending:
     """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N] on every rank.
 

@@ -21,6 +21,7 @@ from ascend_parallel.ops import chunked, npu, reference, shm, tree
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ANY
@@ -82,7 +83,7 @@ class OperatorCall(NamedTuple):
 
     operator: str
     x: Input
-    w: Weight
+    w: Weight | ModuleWeight
     group: dist.ProcessGroup
     settings: OperatorSettings
     layout: str = ANY
@@ -93,7 +94,7 @@ class OperatorCall(NamedTuple):
 
 def start_matmul_all_reduce(
     x: Input,
-    w: Weight,
+    w: Weight | ModuleWeight,
     group: dist.ProcessGroup,
     settings: OperatorSettings,
     *,
@@ -102,7 +103,7 @@ def start_matmul_all_reduce(
     parts: tuple[int, ...] = (),
     product: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8; pending [M, N].
+    """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8, or a module's; pending [M, N].
 
     `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
     int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`. `product` as in `OperatorCall`; other
@@ -305,6 +306,8 @@ def with_fused_limits(problem: Problem, group: dist.ProcessGroup, time_limit: fl
 
 def _new_choice(call: OperatorCall) -> Choice:
     """Check the operands, and choose kernel and chunks."""
+    if isinstance(call.w, ModuleWeight):
+        return _choice_of_module(call, call.w)
     problem = replace(problem_of(call.operator, call.x, call.w, call.group), parts=call.parts)
     if call.comm_scales is not None:
         problem = replace(problem, comm_quant=True)
@@ -312,6 +315,14 @@ def _new_choice(call: OperatorCall) -> Choice:
     choice = choice_for(problem, call.group, call.settings, call.x.device, call.layout)
     log_once(choice)
     return choice
+
+
+def _choice_of_module(call: OperatorCall, w: ModuleWeight) -> Choice:
+    """Return the chunks that a module's weight asks for: its kernel is not one of those that `choose` knows."""
+    problem = problem_of(call.operator, call.x, w, call.group)
+    sizes = w.cut(problem.m)
+    kernel = "chunked" if len(sizes) > 1 else "reference"
+    return Choice(problem, kernel, sizes, None, "the module multiplies, in chunks of its own", given=True)
 
 
 def _choice_of_operands(call: OperatorCall) -> Choice:
@@ -335,7 +346,7 @@ def _choice_of_operands(call: OperatorCall) -> Choice:
     return choice
 
 
-def _prepare(call: OperatorCall) -> tuple[Input, Weight | MultipliedRows | NoProduct, Choice]:
+def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | MultipliedRows | NoProduct, Choice]:
     """Return the operands as the chosen kernel takes them, and the choice."""
     x, w, settings = call.x, call.w, call.settings
     choice = _choice_of_operands(call)
@@ -347,6 +358,7 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | MultipliedRows | NoPro
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice
+        assert not isinstance(w, ModuleWeight)
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
     problem, x_m = choice.problem, rows_of(x)
     # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.quantised import GRAINS, QuantisedWeight, Weight, check_group_size
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows, check_int8_weight
 
@@ -108,7 +109,7 @@ class Problem:
         return self.n if self.antiquant else self.rows
 
 
-def problem_of(operator: str, x: Input, w: Weight, group: dist.ProcessGroup) -> Problem:
+def problem_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.ProcessGroup) -> Problem:
     """Check the operands of an operator and return the problem.
 
     x [..., K] and w [K, N] must have the same device and, unless w is an int8 weight, the same floating dtype. An int8
@@ -150,7 +151,7 @@ def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:
     return replace(problem, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
 
 
-def check_operands(operator: str, x: Input, w: Weight) -> None:
+def check_operands(operator: str, x: Input, w: Weight | ModuleWeight) -> None:
     """Raise `ValueError` unless x [..., K] and w [K, N] are local tensors of the same floating dtype and device.
 
     An int8 weight has no dtype to compare: it is dequantised to the dtype of x.

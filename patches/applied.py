@@ -20,6 +20,7 @@ from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
 from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
+from ascend_parallel.patches.vllm import VLLM
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -28,7 +29,7 @@ EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_e
 MEGATRON = megatron_core.seam(
     *megatron_embedding.ON_TOP, megatron_experts.ON_TOP, layernorm_column.ON_TOP, *EVERY_DEGREE
 )
-SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM)
+SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 

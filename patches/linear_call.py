@@ -12,11 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
-from ascend_parallel.overlap.linear import run_column, run_row
+from ascend_parallel.overlap.linear import run_column, run_module_row, run_row
 from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
@@ -53,6 +54,9 @@ class LinearCall:
     own_matmul
         What the program has put in place of the matmul, maybe on this rank alone: takes the whole local input, and
         returns the product with the bias, before a row layer's sum. None: nothing.
+    module_weight
+        Of a row layer that multiplies with a kernel of its own, which adds this rank's part of the bias, and has no
+        backward. Of `weight` the shape, dtype and device count then. None: the layer multiplies with `weight`.
     """
 
     layer: Any
@@ -67,6 +71,7 @@ class LinearCall:
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     x_dtensor: DTensor | None = None
     own_matmul: Callable[[torch.Tensor], torch.Tensor] | None = None
+    module_weight: ModuleWeight | None = None
 
     @property
     def dtensors(self) -> tuple[DTensor | None, DTensor | None]:
@@ -81,7 +86,7 @@ class LinearCall:
 
 def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
-    if (verifier := framework.verifier) is not None:
+    if (verifier := framework.verifier) is not None and call.module_weight is None:
         y: torch.Tensor = framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
     elif framework.region_choice.undecided:
         y = framework.timed(call.layer, call.x, lambda: _run(framework, call))
@@ -156,6 +161,8 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
     layer = layer_of(framework, call, begin)
     if layer is None:
         return call.original(call.x)
+    if call.module_weight is not None:
+        return run_module_row(call.x, call.module_weight, layer)
     x = swapped(call.x) if call.sequence_dim == 1 else call.x
     if call.kind == "column":
         y = run_column(x, call.weight, call.bias, layer)

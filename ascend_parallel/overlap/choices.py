@@ -117,7 +117,7 @@ def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
 
 def explain_region(choice: Choice, settings: Settings) -> str:
     """Return what becomes of a layer's rows in a region, in words; "" without `settings.region`."""
-    if settings.region is False:
+    if not settings.region:
         return ""
     rows, count = choice.problem.rows, len(choice.sizes)
     if choice.kernel != "chunked":

@@ -8,11 +8,13 @@ recompute and regions, is called in `RowLinear.forward`. A column layer goes the
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
@@ -153,6 +155,15 @@ def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLine
         x_shard_k, weight_shard_k = _cast(x_shard_k, weight_shard_k)
     y: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
     return y
+
+
+def run_module_row(x_shard_k: torch.Tensor, weight: ModuleWeight, layer: ParallelLinear) -> torch.Tensor:
+    """Run `row_linear` with the weight [K / R, N] of a module that multiplies itself; it has no backward."""
+    with in_forward(SimpleNamespace(), "row", x_shard_k):
+        layer.about_to_communicate()
+        pending = start_matmul_all_reduce(x_shard_k, weight, layer.group, layer.settings)
+        y = layer.result(pending)
+        return y if x_shard_k.dim() == 2 else shaped(y, (*x_shard_k.shape[:-1], weight.shape[1]))
 
 
 def _cast(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:

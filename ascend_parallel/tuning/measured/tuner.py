@@ -213,7 +213,7 @@ class Tuner:
             else:
                 parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
             tuned = (measured if self._measure else confirmed)(layer, operator, parts)
-        bound = parts.communication > parts.computation and self._settings.region is False
+        bound = parts.communication > parts.computation and not self._settings.region
         self._log_once(operator, case, tuned, self._hint if bound else "")
         return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
 

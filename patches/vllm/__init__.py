@@ -1,0 +1,87 @@
+"""vLLM's prefill: row layers overlapped, and rows that stay unfinished up to the next attention.
+
+layers     the replacements of the row layer's forward and of the all-reduce of a tensor-parallel group
+row_wise   the modules that work row by row, which run on the rows that have arrived
+chunks     the chunks of a number of tokens
+start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from ascend_parallel.patches.base import Patch, PatchError, PatchSet
+from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.vllm import start
+from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.row_wise import MODULES, RowWise, row_wise_call
+from ascend_parallel.patches.vllm.start import LINEAR
+from ascend_parallel.settings import Settings
+
+VERSIONS = ">=0.11,<0.34"
+NEWEST = "0.32.0"
+NAME = "ascend_parallel"
+
+
+def patches(settings: Settings) -> AppliedPatches:
+    """Return the patches of the installed vLLM; raises `PatchError` if VLLM_PLUGINS does not name this package."""
+    refuse_unless_allowed(os.environ.get("VLLM_PLUGINS"))
+    version = str(importlib.import_module("vllm").__version__)
+    framework = Vllm(settings, version)
+    found = [
+        Patch(
+            target=f"{LINEAR}.RowParallelLinear.forward",
+            replacement=lambda original: row_forward(original, framework),
+            parameters=("self", "input_"),
+            reason="reduces under the matmul, and leaves its rows unfinished",
+        ),
+        Patch(
+            target=f"{PARALLEL_STATE}.GroupCoordinator.all_reduce",
+            replacement=lambda original: all_reduce(original, framework),
+            parameters=("self", "input_"),
+            reason="reduces in chunks of tokens, and leaves them unfinished: embedding, experts, adapters",
+        ),
+        Patch(
+            target="vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config",
+            replacement=lambda original: start.initialize_from_config(original, framework),
+            parameters=("self", "kv_cache_configs"),
+            reason="says what is covered",
+        ),
+    ]
+    modules = [_patch_of(each, framework) for each in MODULES if each.exists()]
+    return Applied("vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework)
+
+
+def refuse_unless_allowed(plugins: str | None) -> None:
+    """Raise `PatchError` if the value of VLLM_PLUGINS leaves this package out, as vLLM does with its own plugins."""
+    if plugins is not None and NAME not in plugins.split(","):
+        raise PatchError(f"vllm: VLLM_PLUGINS={plugins} does not name {NAME}: add it, or unset VLLM_PLUGINS")
+
+
+def _patch_of(each: RowWise, framework: Vllm) -> Patch:
+    return Patch(
+        target=f"{each.module}.{each.owner}.{each.method}",
+        replacement=lambda original: row_wise_call(original, each, framework),
+        parameters=None,
+        reason="runs on the rows that have arrived",
+        inherited=each.inherited(),
+    )
+
+
+class Applied(AppliedPatches):
+    """The patches, and an entry among vLLM's variables, which its caches of compiled graphs know."""
+
+    def apply(self) -> None:
+        """Apply the patches."""
+        super().apply()
+        assert isinstance(self._runs, Vllm)
+        start.mark_caches(self._runs)
+
+    def revert(self) -> None:
+        """Restore the original methods."""
+        super().revert()
+        start.unmark_caches()
+
+
+VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches)

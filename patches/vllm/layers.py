@@ -1,0 +1,206 @@
+"""The replacements of vLLM's RowParallelLinear.forward and of the all-reduce of its tensor-parallel group.
+
+Written against vllm/model_executor/layers/linear.py and vllm/distributed/parallel_state.py of vLLM 0.11 to 0.32. A row
+layer multiplies with `quant_method.apply` alone: its weight may be packed, quantised, emptied or replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.module_weight import ModuleWeight
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.problem import ALL_REDUCE
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.unfinished import finished, unfinished
+from ascend_parallel.overlap.choices import CHUNKS_UNLESS_PLANNED
+from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.linear_call import LinearCall, run_linear
+from ascend_parallel.patches.vllm.chunks import least_tokens, token_chunks
+from ascend_parallel.settings import Settings
+
+PARALLEL_STATE = "vllm.distributed.parallel_state"
+# Linear methods whose `apply` gives each row what it would give it alone.
+BY_ROWS = ("UnquantizedLinearMethod",)
+COMPILED = "vLLM compiles it, and overlap is not in compiled graphs (--enforce-eager runs it with overlap)"
+# Devices on which vLLM's own all-reduce writes to the tensor that it is given.
+IN_PLACE = ("cpu", "npu")
+
+
+class Vllm(Framework):
+    """The installed vLLM, and the settings of its patched layers."""
+
+    by = "vLLM's own"
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        """Hold the settings; ranks compare `version`.
+
+        Nothing is tuned inside a request: "auto" takes `CHUNKS_UNLESS_PLANNED` chunks. Rows are left unfinished unless
+        COC_REGION=0, since no backward follows.
+        """
+        count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
+        own = replace(settings, num_chunks=count, auto=False, tune=None, plan=None, region=settings.region is not False)
+        super().__init__(own)
+        self.version = version
+        self.asked = settings
+        self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
+
+    def group_of(self, layer: Any) -> dist.ProcessGroup:
+        """Return the tensor-parallel group of a layer."""
+        group: dist.ProcessGroup = _state().get_tp_group().device_group
+        return group
+
+    def uncovered(self, layer: Any) -> str | None:
+        """Return the reason why vLLM's own forward of `layer` must run, or None."""
+        if layer.tp_size == 1:
+            return ONE_RANK
+        if not layer.reduce_results:
+            return "its sum over ranks is left to the caller (reduce_results=False)"
+        if not layer.input_is_parallel:
+            return "it cuts its input itself (input_is_parallel=False)"
+        if type(layer.quant_method).__name__ not in BY_ROWS:
+            return f"its rows may share a scale ({type(layer.quant_method).__name__}); its all-reduce runs in chunks"
+        return self.uncovered_sum(_state().get_tp_group())
+
+    def uncovered_sum(self, coordinator: Any) -> str | None:
+        """Return the reason why vLLM's own all-reduce of a group must run, or None."""
+        if self.settings.deterministic:
+            return "COC_DETERMINISTIC multiplies in tiles, which vLLM's kernels do not know"
+        if sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT:
+            return "VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
+        if _shares_memory(coordinator):
+            return "its ranks share memory, where vLLM's own all-reduce is the faster one"
+        return None
+
+    def refuse_conflicts(self, layer: Any) -> None:
+        """No feature of vLLM excludes overlap: what it does itself is not covered."""
+
+    def compared(self) -> Mapping[str, Any]:
+        """Return what must be the same on all ranks: the version."""
+        return {"version of vllm": self.version}
+
+    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> None:
+        """Nothing is tuned."""
+
+    def prepare(
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
+    ) -> tuple[dist.ProcessGroup, Settings]:
+        """Return the call's group and settings; a worker says what is covered once its model is loaded."""
+        self.used = True
+        return super().prepare(layer, kind, x, weight, **options)
+
+    def chunks(self, tokens: int, device: str) -> Sizes:
+        """Return the rows of each chunk of a call; a single one: the original runs."""
+        return token_chunks(tokens, self.settings.num_chunks, device)
+
+    def weight_of(self, layer: Any, x: torch.Tensor) -> tuple[ModuleWeight, torch.Tensor]:
+        """Return what multiplies in a row layer, and a tensor [N, K] without memory that has its shape and dtype."""
+        known = self._weights.get(layer)
+        if known is None or (known[0].dtype, known[0].device) != (x.dtype, x.device):
+            shape, device = (layer.input_size_per_partition, layer.output_size), x.device.type
+            weight = ModuleWeight(
+                shape, x.dtype, x.device, row_kernel(layer), lambda tokens: self.chunks(tokens, device)
+            )
+            known = weight, torch.empty(shape[::-1], dtype=x.dtype, device="meta")
+            self._weights[layer] = known
+        return known
+
+
+def row_forward(original: Function, vllm: Vllm) -> Function:
+    """Make the method that replaces ``RowParallelLinear.forward``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling() or input_.shape[0] < least_tokens(input_.device.type):
+            return original(self, input_)
+        if input_.dim() != 2 or torch.is_grad_enabled():
+            return original(self, input_)
+        reason = vllm.uncovered(self)
+        if reason is not None:
+            vllm.log_uncovered(self, reason)
+            return original(self, input_)
+        weight, like = vllm.weight_of(self, input_)
+        call = LinearCall(
+            layer=self,
+            kind="row",
+            x=input_,
+            weight=like,
+            bias=None,
+            parameter=like,
+            original=lambda x: original(self, x),
+            module_weight=weight,
+        )
+        y = run_linear(vllm, call)
+        return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
+
+    vars(forward)["ascend_parallel"] = vllm
+    return forward
+
+
+def all_reduce(original: Function, vllm: Vllm) -> Function:
+    """Make the method that replaces ``GroupCoordinator.all_reduce``."""
+
+    @functools.wraps(original)
+    def reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or input_.dim() != 2 or self.world_size == 1 or torch.is_grad_enabled():
+            return original(self, input_)  # type: ignore[no-any-return]
+        sizes = vllm.chunks(input_.shape[0], input_.device.type)
+        if len(sizes) < 2 or not _may_be_cut(self, input_, vllm):
+            return original(self, input_)  # type: ignore[no-any-return]
+        vllm.confirm(self.device_group)()
+        y = finished(input_)
+        y = y if y.device.type in IN_PLACE else y.clone()
+        return unfinished(start_all_reduce(y, self.device_group, sizes), vllm.leaves_rows, "region")
+
+    return reduce
+
+
+def start_all_reduce(y: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+    """Start the sum over ranks of y [M, N], in place, in chunks of rows."""
+    pending = Pending(y, ALL_REDUCE, group, len(sizes), sizes)
+    with pending.launching():
+        for y_c in torch.split_with_sizes(y, sizes):
+            pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
+    COUNTS.add("all_reduce", len(sizes), len(sizes))
+    return pending
+
+
+def _may_be_cut(coordinator: Any, x: torch.Tensor, vllm: Vllm) -> bool:
+    """Tell whether a sum over ranks may be left unfinished; the same on every rank."""
+    if not vllm.leaves_rows or not x.is_floating_point() or not x.is_contiguous():
+        return False
+    return str(coordinator.unique_name).startswith("tp") and vllm.uncovered_sum(coordinator) is None
+
+
+def row_kernel(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the matmul of a row layer on one rank, with its part of the bias; does not keep the layer alive."""
+    own = ref(layer)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        layer = own()
+        assert layer is not None
+        bias = None if layer.tp_rank > 0 or layer.skip_bias_add else layer.bias
+        y: torch.Tensor = layer.quant_method.apply(layer, x, bias)
+        return y
+
+    return multiply
+
+
+def _state() -> Any:
+    return sys.modules[PARALLEL_STATE]
+
+
+def _shares_memory(coordinator: Any) -> bool:
+    """Tell whether a group of CPUs reduces in vLLM's shared memory."""
+    communicator = coordinator.device_communicator
+    return type(getattr(communicator, "dist_module", None)).__name__ == "_CPUSHMDistributed"

@@ -1,0 +1,108 @@
+"""The modules of vLLM that work row by row: each row of the result depends on the same row of the inputs alone.
+
+`tests/vllm/test_row_wise.py` proves it for each class of the table: a call with some rows gives these rows' results, bit
+for bit. A class that is not named, a subclass too, waits for all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ascend_parallel.ops.unfinished import is_unfinished
+from ascend_parallel.ops.unfinished_modules import by_rows
+from ascend_parallel.patches.base import Function
+
+if TYPE_CHECKING:
+    from ascend_parallel.patches.vllm.layers import Vllm
+
+LAYERS = "vllm.model_executor.layers"
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """A method that works row by row.
+
+    module, owner, method
+        The class and its method.
+    rows
+        The places of the arguments with rows, behind `self`; one that is None is left out.
+    writes
+        Whether its kernels may write to these arguments.
+    """
+
+    module: str
+    owner: str
+    method: str = "forward"
+    rows: tuple[int, ...] = (0,)
+    writes: bool = False
+
+    def kind(self) -> type | None:
+        """Return the class; None: this version has none."""
+        found = getattr(importlib.import_module(self.module), self.owner, None)
+        return found if isinstance(found, type) else None
+
+    def exists(self) -> bool:
+        """Tell whether this version has the class."""
+        return self.kind() is not None
+
+    def inherited(self) -> bool:
+        """Tell whether the class inherits the method."""
+        kind = self.kind()
+        return kind is not None and self.method not in vars(kind)
+
+
+NORMS = (
+    RowWise(f"{LAYERS}.layernorm", "RMSNorm", rows=(0, 1), writes=True),
+    RowWise(f"{LAYERS}.layernorm", "GemmaRMSNorm", rows=(0, 1), writes=True),
+    RowWise(f"{LAYERS}.layernorm", "LayerNorm"),
+)
+ACTIVATIONS = tuple(
+    RowWise(f"{LAYERS}.activation", owner)
+    for owner in (
+        "SiluAndMul",
+        "MulAndSilu",
+        "GeluAndMul",
+        "NewGELU",
+        "FastGELU",
+        "QuickGELU",
+        "ReLUSquaredActivation",
+    )
+)
+# The matmuls of column layers, of replicated ones, and of those with adapters. ``apply(layer, x, bias)``
+MATMULS = (RowWise(f"{LAYERS}.linear", "UnquantizedLinearMethod", "apply", rows=(1,)),)
+MODULES = (*NORMS, *ACTIVATIONS, *MATMULS)
+
+
+def row_wise_call(original: Function, each: RowWise, vllm: Vllm) -> Function:
+    """Make the method that runs `original` on the rows that have arrived."""
+    kind, first = each.kind(), each.rows[0]
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or len(args) <= first or not _waits(args, each.rows):
+            return original(self, *args, **kwargs)
+        if type(self) is not kind or any(map(torch.is_tensor, kwargs.values())):
+            return original(self, *args, **kwargs)
+        places = [place for place in each.rows if place < len(args) and args[place] is not None]
+
+        def run(*rows: torch.Tensor) -> Any:
+            given = list(args)
+            for place, x in zip(places, rows, strict=True):
+                given[place] = x
+            return original(self, *given, **kwargs)
+
+        owner = args[0] if each.method == "apply" else self
+        return by_rows(owner, run, *(args[place] for place in places), writes=each.writes)
+
+    vars(call)["vllm"] = vllm
+    return call
+
+
+def _waits(args: tuple[Any, ...], rows: tuple[int, ...]) -> bool:
+    """Tell whether rows of an argument are still to come."""
+    return any(is_unfinished(args[place]) for place in rows if place < len(args))

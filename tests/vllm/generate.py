@@ -1,0 +1,98 @@
+"""Generate greedily with a small random model on two ranks, and print tokens and logprobs as JSON.
+
+python generate.py '{"family": "llama", "prompts": [600, 90], ...}'; the other keys are the arguments of `engine`.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4096}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 32},
+    ),
+}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+
+
+def saved_model(family, folder):
+    """Return the folder of a model of the family with random weights."""
+    import torch
+    import transformers
+
+    name, options = FAMILIES[family]
+    key = hashlib.sha1(json.dumps([name, SIZES, options]).encode()).hexdigest()[:10]
+    path = Path(folder) / f"{family}-{key}"
+    if not path.exists():
+        torch.manual_seed(0)
+        kind = getattr(transformers, name)
+        model = kind(kind.config_class(**{**SIZES, **options})).float()
+        for parameter in model.parameters():  # norms' weights of 1 would hide which norm ran
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        model.save_pretrained(path)
+    return str(path)
+
+
+def engine(family, folder, **options):
+    """Return vLLM with a model of the family on two ranks."""
+    from vllm import LLM
+
+    given = {
+        "model": saved_model(family, folder),
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 1536,
+        "max_num_batched_tokens": 1536,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "external_launcher" if "RANK" in os.environ else "mp",
+        "seed": 0,
+        **options,
+    }
+    return LLM(**given)
+
+
+def generated(llm, lengths, tokens=4, **options):
+    """Return the tokens and logprobs that follow prompts of random tokens, of the given lengths."""
+    from vllm import SamplingParams
+
+    draw = random.Random(1)
+    inputs = [{"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for length in lengths]
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True, logprobs=2)
+    return [
+        {
+            "tokens": list(result.outputs[0].token_ids),
+            "logprobs": [
+                sorted((token, value.logprob) for token, value in step.items()) for step in result.outputs[0].logprobs
+            ],
+        }
+        for result in llm.generate(inputs, sampling, use_tqdm=False, **options)
+    ]
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    lengths = given.pop("prompts")
+    print("RESULT " + json.dumps(generated(engine(**given), lengths)), flush=True)
