@@ -1,10 +1,10 @@
-"""Run the benchmarks behind the README's figures, and write the figures between the README's markers.
+"""Run the benchmarks behind the README's figure and docs/measured.md, and write the figures between their markers.
 
     python benchmarks/figures.py                    all, about ten minutes; `make figures`
     python benchmarks/figures.py --only gpt-512     one of them; the other rows keep their machine, date and commit
-    python benchmarks/figures.py --write            run nothing, write the README from data/figures.json
+    python benchmarks/figures.py --write            run nothing, write the pages from data/figures.json
 
-Every row of data/figures.json has what was measured, with its machine, date and commit. The README's figures are made
+Every row of data/figures.json has what was measured, with its machine, date and commit. The pages' figures are made
 of these rows alone: tests/docs/test_figures.py compares them.
 """
 
@@ -46,31 +46,43 @@ class Words:
     labels: dict[str, str]
 
 
-PAGES = {
-    "README.md": Words(
+ENGLISH, CHINESE = (
+    Words(
         headline=(
             "**{gain:.2f} times as fast** is a whole training step of a Megatron-core GPT with sequence parallelism: "
             "{ms} ms in place of {plain}, in 4 chunks, on two CPU\nranks with a link of 1 Gbit/s "
-            "([all figures](#measured)). All tests run on CPUs with gloo; nothing has been run on an NPU yet."
+            "([all figures](docs/measured.md)). All tests run on CPUs with gloo; nothing has been run on an NPU yet."
         ),
         heads=("", "plain", "overlapped", "95 %", "with `COC_REGION=1`", "95 %", "measured"),
         place="{letter}: {machine}; {date}, commit {commit}.",
         labels={},
     ),
-    "README.zh.md": Words(
+    Words(
         headline=(
-            "**快到 {gain:.2f} 倍**：开启序列并行的 Megatron-core GPT，一个完整的训练 step 从 {plain} ms 降到 {ms} ms，"
+            "**提速至 {gain:.2f} 倍**：开启序列并行的 Megatron-core GPT，一个完整的训练 step "
+            "从 {plain} ms 降到 {ms} ms，"
             "切成 4 份，两个 CPU rank 之间是 1 Gbit/s 的链路\n"
-            "（[全部数字](#实测)）。所有测试都在 CPU 上用 gloo 运行，尚未在 NPU 上运行过。"
+            "（[全部数字](docs/measured.zh.md)）。所有测试都在 CPU 上用 gloo 运行，尚未在 NPU 上运行过。"
         ),
         heads=("", "原样", "掩盖", "95 %", "`COC_REGION=1`", "95 %", "测量"),
         place="{letter}：{machine}；{date}，提交 {commit}。",
         labels={
+            **{f"Megatron-core GPT, hidden {hidden}": f"Megatron-core GPT，宽度 {hidden}" for hidden in (512, 768)},
+            "transformers, Llama, hidden 576": "transformers，Llama，宽度 576",
+            "torch, hidden 576": "torch，宽度 576",
+            "DeepSpeed AutoTP, Llama, hidden 576": "DeepSpeed AutoTP，Llama，宽度 576",
             "with sequence parallelism": "开启序列并行",
             "a layer of 8 experts and a shared one, 400 Mbit/s": "一层 8 个专家加共享专家，400 Mbit/s",
             "a layer of 8 experts, 400 Mbit/s": "一层 8 个专家，400 Mbit/s",
         },
     ),
+)
+# The pages, with their language and the figures that they have.
+PAGES = {
+    "README.md": (ENGLISH, "headline"),
+    "README.zh.md": (CHINESE, "headline"),
+    "docs/measured.md": (ENGLISH, "steps"),
+    "docs/measured.zh.md": (CHINESE, "steps"),
 }
 
 
@@ -115,7 +127,7 @@ def main() -> None:
     """Read the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
-    parser.add_argument("--write", action="store_true", help="run nothing, write the README from the stored rows")
+    parser.add_argument("--write", action="store_true", help="run nothing, write the pages from the stored rows")
     options = parser.parse_args()
     stored = json.loads(DATA.read_text())
     for name in [] if options.write else options.only:
@@ -158,14 +170,13 @@ def figures(variants: dict[str, list[float]]) -> Row:
 
 def with_figures(page: str, text: str, stored: dict[str, Row]) -> str:
     """Return the text of a page with the figures of the stored rows between its markers."""
-    words = PAGES[page]
-    for name, figure in (("headline", headline(words, stored)), ("steps", steps(words, stored))):
-        begin, end = f"<!-- figures: {name} -->\n", f"\n<!-- end of {name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"{page}: the figures {name!r} have no place between {begin.strip()} and {end.strip()}")
-        before, _, rest = text.partition(begin)
-        text = before + begin + figure + end + rest.partition(end)[2]
-    return text
+    words, name = PAGES[page]
+    figure = {"headline": headline, "steps": steps}[name](words, stored)
+    begin, end = f"<!-- figures: {name} -->\n", f"\n<!-- end of {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{page}: the figures {name!r} have no place between {begin.strip()} and {end.strip()}")
+    before, _, rest = text.partition(begin)
+    return before + begin + figure + end + rest.partition(end)[2]
 
 
 def headline(words: Words, stored: dict[str, Row]) -> str:
