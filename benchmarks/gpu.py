@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true", help=f"parts: {', '.join(PARTS)}")
     parser.add_argument("--nccl", type=Path, metavar="PATH", help="with --halves: NCCL's library")
     parser.add_argument("--ctas", default="4", help="with --halves: CTAs of a collective, with commas; 0: NCCL's own")
+    parser.add_argument("--priority", action="store_true", help="with --halves: TORCH_NCCL_HIGH_PRIORITY=1")
     parser.add_argument("--share", type=int, default=45, help="with --halves: per cent of the card for each rank")
     parser.add_argument("--modes", default="all-reduce,sequence parallel", help="with --halves: of the steps")
     parser.add_argument("--repeats", type=int, default=10, help="with --halves: calls of a layer in a round")

@@ -101,6 +101,8 @@ def _environment(options: dict[str, Any], ctas: str) -> Iterator[None]:
         }
         if int(ctas):
             own["NCCL_MAX_CTAS"] = ctas
+        if options["priority"]:
+            own["TORCH_NCCL_HIGH_PRIORITY"] = "1"
         if options["nccl"]:
             own["LD_PRELOAD"] = options["nccl"]
     with mock.patch.dict(os.environ, own):
@@ -147,7 +149,8 @@ def _machine(options: dict[str, Any]) -> str:
     return (
         f"one {module.get_device_name(0)}, two halves (MPS, {options['share']} %), driver {driver}, torch "
         f"{torch.__version__}, NCCL {nccl}, CTAs {os.environ.get('NCCL_MAX_CTAS', 'own')}, "
-        f"CUDA_DEVICE_MAX_CONNECTIONS {options['connections']}, Python {platform.python_version()}"
+        f"CUDA_DEVICE_MAX_CONNECTIONS {options['connections']}, "
+        f"{'NCCL in streams of high priority, ' if options['priority'] else ''}Python {platform.python_version()}"
     )
 
 

@@ -25,8 +25,8 @@ from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, r
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, cancelling_operands, without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
-from ascend_parallel.ops.registry import Choice, name_of
-from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.ops.registry import Choice, cut_into, name_of
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import exchange
 
@@ -83,7 +83,7 @@ def _finish_collectives(choice: Choice, group: dist.ProcessGroup, device: torch.
 def _candidates(choice: Choice) -> list[Sizes]:
     """Return the requested chunks and, unless their sizes were given, the cuts into fewer chunks."""
     fewer = [] if choice.given else range(len(choice.sizes) - 1, 1, -1)
-    return list(dict.fromkeys([choice.sizes, *(split_rows(choice.problem.cut, count, choice.step) for count in fewer)]))
+    return list(dict.fromkeys([choice.sizes, *(cut_into(choice.problem, count, choice.step) for count in fewer)]))
 
 
 def _first_exact_everywhere(

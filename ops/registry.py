@@ -14,7 +14,7 @@ from types import ModuleType
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
 from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, PART_NAMES, TP, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, snap, split_rows
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, even_rows, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.backend import usual_backend
 
@@ -223,7 +223,7 @@ def _count_request(
 ) -> _Request:
     """Return the sizes for the number of chunks in the settings, or for fewer if there are too few rows."""
     chunks, why, met = _count(problem, settings, refusals)
-    sizes = split_rows(problem.cut, chunks, tile)
+    sizes = cut_into(problem, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = f", because COC_DETERMINISTIC={_asked(problem)}" if problem.deterministic else ""
@@ -232,6 +232,12 @@ def _count_request(
         else:
             why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)
+
+
+def cut_into(problem: Problem, chunks: int, tile: int) -> Sizes:
+    """Return the sizes of so many chunks of a problem, or of fewer if there are too few rows."""
+    even = problem.operator != EXPERT_EXCHANGE and not problem.antiquant and usual_backend(problem.device).launches
+    return even_rows(problem.cut, chunks, tile) if even else split_rows(problem.cut, chunks, tile)
 
 
 def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 
 # Every cut is at a multiple of this many rows. Shorter or odd chunks changed a matmul's bits in every dtype
 # (docs/decisions/0003-bits.md), and cost more time than they hide.
@@ -16,6 +17,10 @@ MOST_TILES = 64  # at most this many tiles, if each would otherwise have more th
 
 # No chunk has more than this many times the rows of the first and the last chunk.
 STEEPEST = 2
+
+# On a device every cut is at a multiple of this many rows, if each chunk then has as many: a routine computes tiles of
+# 64 to 256 rows, and multiples of the largest leave none half empty.
+DEVICE_TILE = 256
 
 Sizes = tuple[int, ...]
 
@@ -40,6 +45,21 @@ def split_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
         cuts.append(min(max(ideal, cuts[-1] + 1), tiles - (count - i)))
     edges = [cut * tile for cut in cuts] + [rows]
     return tuple(stop - start for start, stop in pairwise(edges))
+
+
+@lru_cache(maxsize=4096)
+def even_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
+    """Cut `rows` rows into at most `num_chunks` equal chunks, at multiples of `DEVICE_TILE` and of `tile` rows.
+
+    For a device: small matmuls leave multiprocessors idle, and change their bits more often. Too few rows are cut as by
+    `split_rows`.
+    """
+    step = lcm(DEVICE_TILE, tile)
+    tiles = rows // step
+    if tiles < num_chunks:
+        return split_rows(rows, num_chunks, tile)
+    cuts = [step * (tiles * index // num_chunks) for index in range(num_chunks)]
+    return tuple(stop - start for start, stop in pairwise([*cuts, rows]))
 
 
 def deterministic_tile(m: int) -> int:
