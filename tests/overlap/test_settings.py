@@ -300,13 +300,13 @@ def test_a_pipe_is_not_waited_for_and_a_huge_file_not_parsed(tmp_path, reader):
 
 
 def test_regions():
-    assert Settings().region is False
+    assert Settings().region is None
     for text, value in (("0", False), ("1", True), ("auto", "auto"), (" AUTO ", "auto")):
         assert read_settings({"COC_REGION": text}).region == value
     for text in ("", "2", "yes"):
         with pytest.raises(SettingsError, match=r"COC_REGION=.* is not allowed: .*0, 1 or auto"):
             read_settings({"COC_REGION": text})
-    for value in (1, "1", None):
+    for value in (1, "1"):
         with pytest.raises(SettingsError, match=r'region=.*true, false or "auto"'):
             Settings(region=value)
     with pytest.raises(SettingsError, match="region_rows=0"):

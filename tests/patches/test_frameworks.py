@@ -66,7 +66,7 @@ def test_names_are_read_from_the_variable_the_file_and_configure(tmp_path):
     assert read_settings({}, frameworks=["megatron"]).frameworks == ("megatron",)
 
 
-@pytest.mark.parametrize("value", ["", "vllm", "megatron,", "megatron torch"])
+@pytest.mark.parametrize("value", ["", "sglang", "megatron,", "megatron torch"])
 def test_unknown_names_are_refused(value):
     with pytest.raises(
         SettingsError, match=r"frameworks=.* is not allowed: give one or more of megatron, transformers"

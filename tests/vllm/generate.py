@@ -14,7 +14,7 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
-    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4096}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (

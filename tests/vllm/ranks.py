@@ -1,6 +1,6 @@
-"""Run a function of a test on two ranks that hold vLLM in their own process: ``python ranks.py FILE FUNCTION RANK FOLDER``.
+"""Run a function of a test on two ranks that hold vLLM in their own process: an external launcher, as vLLM says.
 
-vLLM calls this an external launcher. Starting two processes takes as long as importing vLLM; its own executor starts four.
+``python ranks.py FILE FUNCTION FOLDER`` is a rank. vLLM's own executor would start four processes, which all import it.
 """
 
 import importlib.util
@@ -59,11 +59,11 @@ def on_two_ranks(function, folder, **variables):
     finally:
         for process in running:
             process.kill()
-    texts = [log.read_text() + output for log, output in zip(logs, outputs, strict=True)]
+    errors = [log.read_text() for log in logs]
     results = [line[7:] for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     codes = [process.returncode for process in running]
-    assert len(results) == 2, f"exit codes {codes}\n{texts[0][-4000:]}{texts[1][-4000:]}"
-    return [json.loads(result) for result in results], texts[0]
+    assert len(results) == 2, f"exit codes {codes}\n{errors[0][-4000:]}{errors[1][-4000:]}"
+    return [json.loads(result) for result in results], outputs[0] + errors[0]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ One pair of processes runs all: to import vLLM takes longer than the rest.
 """
 
 import pytest
+from generate import saved_model
 from ranks import on_two_ranks
 
 LENGTHS = [1200, 600, 90]
@@ -33,7 +34,10 @@ def families(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return on_two_ranks(families, tmp_path_factory.mktemp("families"))[0]
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        saved_model(family, folder)
+    return on_two_ranks(families, folder)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

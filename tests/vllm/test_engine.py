@@ -1,0 +1,91 @@
+"""vLLM's own processes, its caches of compiled graphs, and what is left to vLLM."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from generate import saved_model
+from ranks import environment, on_two_ranks
+
+GENERATE = Path(__file__).with_name("generate.py")
+LENGTHS = [600, 90]
+
+
+def served(folder, options, **variables):
+    """Return what a program gets from vLLM, which starts its own workers, and the log."""
+    given = {"family": "llama", "folder": str(folder), "prompts": LENGTHS, **options}
+    done = subprocess.run(
+        [sys.executable, str(GENERATE), json.dumps(given)],
+        env=environment(VLLM_CPU_OMP_THREADS_BIND="0|1", **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-4000:]
+    return json.loads(lines[0]), done.stdout
+
+
+def in_one_process(folder):
+    """Return results of vLLM as it is, with overlap, in chunks alone, with prefix caching and chunked prefill."""
+    from generate import engine, generated
+    from vllm import envs
+
+    import ascend_parallel
+    from ascend_parallel.ops import COUNTS
+
+    found = {}
+
+    def beside(name, llm, lengths=LENGTHS):
+        ascend_parallel.configure(num_chunks=1)
+        plain = generated(llm, lengths)
+        ascend_parallel.configure(num_chunks=4, frameworks=("vllm",))
+        COUNTS.clear()
+        found[name] = [plain, generated(llm, lengths), COUNTS.as_dict()]
+
+    llm = engine("llama", folder, enable_prefix_caching=True, max_num_batched_tokens=512, max_model_len=1536)
+    beside("chunked prefill, prefix caching", llm, [1200, 600, 600])
+    factors = [str(envs.compile_factors().get("ASCEND_PARALLEL"))]
+    ascend_parallel.configure(num_chunks=2, frameworks=("vllm",))
+    factors.append(str(envs.compile_factors().get("ASCEND_PARALLEL")))
+    ascend_parallel.configure(num_chunks=4, region=False, frameworks=("vllm",))
+    COUNTS.clear()
+    found["chunks alone"] = [generated(llm, LENGTHS), COUNTS.as_dict()]
+    ascend_parallel.configure(num_chunks=1)
+    factors.append(envs.compile_factors().get("ASCEND_PARALLEL"))
+    found["alone, plain"] = [generated(llm, LENGTHS)]
+    found["factors"] = factors
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    saved_model("llama", folder)
+    return folder, on_two_ranks(in_one_process, folder)[0][0]
+
+
+def test_an_exported_variable_is_enough_in_every_worker(results):
+    folder, found = results
+    made, log = served(folder, {}, COC_PARALLEL_NUM=4)
+    assert made == found["alone, plain"][0]
+    assert log.count("vllm: overlap covers 4 of 4 row-parallel layers, in steps of 256 tokens or more") == 1
+
+
+def test_chunked_prefill_and_prefix_caching(results):
+    plain, ours, counts = results[1]["chunked prefill, prefix caching"]
+    assert ours == plain and counts["region"]["chunks"] > 0
+
+
+def test_chunks_inside_the_layers_alone(results):
+    ours, counts = results[1]["chunks alone"]
+    assert ours == results[1]["alone, plain"][0]
+    assert counts["matmul_all_reduce"]["chunks"] > 0 and "region" not in counts
+
+
+def test_caches_of_compiled_graphs_know_version_and_settings(results):
+    with_four, with_two, without = results[1]["factors"]
+    assert with_four != with_two and without is None
