@@ -25,6 +25,7 @@ from ascend_parallel.diagnostics.verify import LEDGER, Verification
 from ascend_parallel.environment import near_misses, read_settings
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm_extension
+from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches.applied import NOTHING, Patches, wanted
@@ -135,6 +136,7 @@ class PatchControl:
         put_in_force(settings)
         try:
             self._log_level.follow(settings.log_level)
+            ELEMENTWISE.follow(settings.at_every_degree)
             if settings.take_over:
                 self._take_over_once_imported()
             if settings.enabled:
@@ -144,6 +146,7 @@ class PatchControl:
             self.revert()
             put_in_force(before)
             self._log_level.follow(before.log_level)
+            ELEMENTWISE.follow(before.at_every_degree)
             self._patches.restore(patches)
             self._timeline.follow(before.timeline, before.timeline_passes)
             raise
@@ -161,6 +164,7 @@ class PatchControl:
                 f"USE_COC_FUSED_KERNEL={int(settings.fused)} and COC_MODE={settings.mode} switch overlap off; "
                 "export other values, or call configure(num_chunks=4)"
             )
+        ELEMENTWISE.follow(settings.at_every_degree)
         for seam in wanted(settings):
             if settings.frameworks is not None or (seam.imported_by_apply and seam.installed):
                 self._patches.apply(seam, settings)
@@ -183,6 +187,7 @@ class PatchControl:
     def revert(self) -> None:
         """Restore the original methods; does nothing if no patch is applied."""
         self._patches.revert()
+        ELEMENTWISE.follow(False)
 
     def status(self) -> Status:
         """Return the settings, patches and counts of this process."""

@@ -21,6 +21,7 @@ from ascend_parallel.ops import chunked, npu, reference, shm, tree
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
@@ -203,6 +204,7 @@ def run_matmul(
     """
     if not settings.at_every_degree:
         return compute(MATMUL, "matmul", torch.matmul, x, w)
+    ELEMENTWISE.follow(True)
     x_m = rows_of(x)
     problem = Problem(
         ALL_GATHER, x_m.shape[0], w.shape[0], w.shape[1], x.dtype, x.device.type, group.size(), parts=parts
@@ -350,6 +352,8 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
     """Return the operands as the chosen kernel takes them, and the choice."""
     x, w, settings = call.x, call.w, call.settings
     choice = _choice_of_operands(call)
+    if settings.at_every_degree:  # a caller's own settings: what runs between its layers belongs to them
+        ELEMENTWISE.follow(True)
     if call.product is not None:
         columns = call.product.shape[-1]
         fused = choice.kernel in FUSED  # these multiply by a tensor alone

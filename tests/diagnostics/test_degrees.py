@@ -31,10 +31,10 @@ dist.destroy_process_group()
 """
 
 
-def verify(tmp_path, *arguments, **variables):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [forked_python(), "-m", "ascend_parallel", "verify", "--degrees", "1,2", str(script), *arguments]
+def verify(tmp_path, *arguments, script=SCRIPT, **variables):
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    command = [forked_python(), "-m", "ascend_parallel", "verify", "--degrees", "1,2", str(path), *arguments]
     names = {name: value for name, value in os.environ.items() if not name.startswith("COC_") and name != "RANK"}
     finished = subprocess.run(command, env={**names, **variables}, capture_output=True, text=True, timeout=300)
     return finished.returncode, finished.stdout.strip(), finished.stderr
@@ -52,6 +52,37 @@ def test_equal_bits_have_one_digest(tmp_path, arguments):
 @pytest.mark.slow
 def test_the_first_difference_is_named(tmp_path):
     code, printed, errors = verify(tmp_path, COC_DETERMINISTIC="1")
+    assert code == 1, errors
+    assert "tensor 2, the output of row layer, differs first" in printed
+
+
+TAILS = """
+import sys
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import ascend_parallel
+from ascend_parallel.ops.elementwise import ELEMENTWISE
+
+if "--own-kernels" in sys.argv:
+    ELEMENTWISE.follow(False)
+    ELEMENTWISE.follow = lambda wanted: None
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 344), torch.nn.SiLU(), torch.nn.Linear(344, 64))
+mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+model(torch.randn(7, 64, requires_grad=True)).square().mean().backward()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_tails_of_activations_are_found(tmp_path):
+    """With torch's own kernels between the layers, which the setting replaces."""
+    code, printed, errors = verify(tmp_path, script=TAILS)
+    assert code == 0, errors
+    code, printed, errors = verify(tmp_path, "--own-kernels", script=TAILS)
     assert code == 1, errors
     assert "tensor 2, the output of row layer, differs first" in printed
 

@@ -73,8 +73,8 @@ class PlainOptimizer(torch.optim.AdamW):
         return 1.0
 
 
-def train(group, options, settings, dtype=torch.float32):
-    """The losses and norms of some steps, and digests of all weights after them, of all ranks together.
+def train(group, options, settings, dtype=torch.float32, batch=(4, 32), steps=STEPS):
+    """The losses and norms of some steps of [sequences, tokens], and digests of all weights after them, of all ranks.
 
     Megatron-core has no sequence parallelism on one rank.
     """
@@ -87,8 +87,8 @@ def train(group, options, settings, dtype=torch.float32):
         optimizer = ClippingOptimizer(model) if dtype is torch.float32 else PlainOptimizer(model)
         torch.manual_seed(11)
         losses, norms = [], []
-        for _ in range(STEPS):
-            tokens = torch.randint(256, (4, 33))
+        for _ in range(steps):
+            tokens = torch.randint(256, (batch[0], batch[1] + 1))
             optimizer.zero_grad()
             loss = next_token_loss(optimizer.model, tokens)
             loss.backward()
@@ -108,6 +108,19 @@ def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
     assert four == one
     assert len(set(one["losses"])) == STEPS
     assert all(norm > 0.1 for norm in one["norms"])  # all steps clip
+
+
+def of_batches(group, cases):
+    return [train(group, options, TREE, torch.float32, batch, 2) for options, batch in cases]
+
+
+def test_batches_and_features_that_are_no_whole_vectors(ranks):
+    """SwiGLU, and gelu with biases: which elements come last depends on the degree."""
+    gated, biased = {**GPT, "hidden": 64, "heads": 8, "ffn_hidden_size": 344}, {**BIASES, "hidden": 64, "heads": 8}
+    cases = [(gated, (1, 7)), ({**biased, "ffn_hidden_size": 344}, (3, 13))]
+    one, two, four = at_degrees(ranks, of_batches, cases)
+    assert two == one
+    assert four == one
 
 
 @pytest.mark.parametrize(
