@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ascend_parallel.ops import Problem, choose
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, overlap_in_words
@@ -53,27 +54,63 @@ class Coverage(Count):
 
     experts
         The number of covered layers of experts, of all that a patched framework has made expert parallel.
+    adapters
+        The number of replicated adapters beside tensor-parallel layers, as of PEFT: they communicate nothing, and are
+        not among the linear layers.
     """
 
     experts: Count = Count(0, 0)
+    adapters: int = 0
 
     def __str__(self) -> str:
         """Return the counts and reasons in a sentence."""
         text = self.of_total("linear layers covered")
+        if self.adapters:
+            text += f"; {self.adapters} replicated adapters communicate nothing"
         return f"{text}; {self.experts.of_total('layers of experts covered')}" if self.experts.total else text
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {**super().as_dict(), "experts": self.experts.as_dict()}
+        return {**super().as_dict(), "experts": self.experts.as_dict(), "adapters": self.adapters}
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
-    """Return the coverage of all linear layers of `model`, of every framework and torch's own."""
-    linear = [module for module in model.modules() if _is_linear(type(module))]
+    """Return the coverage of all linear layers of `model`, of every framework and torch's own.
+
+    A wrapper of a linear layer, as of PEFT, is none itself.
+    """
+    wrappers = [module for module in model.modules() if _is_wrapper(module)]
+    adapters = {id(adapter) for wrapper in wrappers for adapter in _adapters(wrapper)}
+    others = {id(wrapper) for wrapper in wrappers} | adapters
+    linear = [module for module in model.modules() if _is_linear(type(module)) and id(module) not in others]
     experts = [module for module in model.modules() if hasattr(_forward(module), EXPERTS)]
     uncovered = [getattr(_forward(module), EXPERTS).uncovered(module) for module in experts]
     named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
-    return Coverage(**vars(_counted([_uncovered(module) for module in linear])), experts=_counted(named))
+    counted = _counted([_uncovered(module) for module in linear])
+    return Coverage(**vars(counted), experts=_counted(named), adapters=len(adapters))
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    """Tell whether a module is called a linear layer, and has its weight in another linear layer."""
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return _is_linear(type(module)) and not own and any(_is_linear(type(child)) for child in _within(module))
+
+
+def _adapters(wrapper: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the linear layers in a wrapper that no framework made parallel, if another of them is parallel."""
+    linear = [child for child in _within(wrapper) if _is_linear(type(child)) and not _is_wrapper(child)]
+    plain = [child for child in linear if _is_plain(child)]
+    return plain if len(plain) < len(linear) else []
+
+
+def _within(module: torch.nn.Module) -> list[torch.nn.Module]:
+    return [child for child in module.modules() if child is not module]
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Tell whether a layer is torch's own linear layer with a whole weight, whose forward nobody has patched."""
+    patched = hasattr(_forward(module), "ascend_parallel")
+    return isinstance(module, torch.nn.Linear) and not patched and not isinstance(module.weight, DTensor)
 
 
 def _counted(reasons: Sequence[str | None]) -> Count:
