@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from walkthrough import losses, missing, steps, unshown, walk
+from walkthrough import ROOT, losses, missing, other_losses, steps, unshown, walk
 
 from ascend_parallel.training import Strategy
 
@@ -14,6 +14,24 @@ def test_a_line_that_is_not_printed_is_missing():
     assert missing(["layers 2.75 ms", "fast (0.99)"], printed) == ["layers 2.75 ms", "fast (0.99)"]
     assert unshown(["layer 2.75 ms", "...t (...)"], printed) == []
     assert unshown(["layer 2.75 ms"], printed) == ["fast  (0.99x)"]
+
+
+def test_a_loss_that_the_run_does_not_have_is_found():
+    """In float64 to nine digits; in float32, where the seventh differs on another CPU, to those before the dots."""
+    printed = "step 0  loss 1.982411963868\nstep 4  loss 0.325169230090\nstep 5  loss 6.311215877532959"
+    shown = ["step 0  loss 1.982411963868", "...", "step 4  loss 0.000000208967", "step 5  loss 6.31122..."]
+    assert other_losses(shown, printed) == ["step 4  loss 0.000000208967"]
+    assert other_losses(["step 5  loss 6.31222...", "step 6  loss 1.0"], printed) == [
+        "step 5  loss 6.31222...",
+        "step 6  loss 1.0",
+    ]
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("examples/for_*/README.md")), ids=lambda page: page.parent.name)
+def test_losses_in_float32_are_shown_to_six_digits(page):
+    shown = [loss for _, lines in steps(page) for loss in losses("\n".join(lines))]
+    long = [loss for loss in shown if len(loss.replace(".", "").lstrip("0")) > 6 and not loss.endswith("...")]
+    assert long == [] or "computes in float64" in page.read_text()
 
 
 @pytest.mark.slow

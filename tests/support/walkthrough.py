@@ -9,6 +9,7 @@ from launch import forked_python
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LOSS = re.compile(r"^(step +\d+|eager) +loss (\S+)", re.MULTILINE)
 NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
 
 
@@ -65,7 +66,24 @@ def walk(page, folder):
     for command, shown in steps(page):
         printed.append(run(command, folder))
         assert missing(shown, printed[-1]) == [], printed[-1]
+        assert other_losses(shown, printed[-1]) == [], printed[-1]
     return printed
+
+
+def other_losses(shown, printed):
+    """The lines of a page whose loss is not that of the run: to nine digits, or to those shown before "..."."""
+    ran = {name: float(loss) for name, loss in LOSS.findall(printed)}
+    wrong = []
+    for line in shown:
+        found = LOSS.match(line)
+        loss = ran.get(found[1]) if found else None
+        if found and (loss is None or abs(float(found[2].rstrip(".")) - loss) > _tolerance(found[2]) * abs(loss)):
+            wrong.append(line)
+    return wrong
+
+
+def _tolerance(loss):
+    return 2e-5 if loss.endswith("...") else 1e-9
 
 
 def losses(printed):
