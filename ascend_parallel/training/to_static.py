@@ -30,6 +30,17 @@ from ascend_parallel.training.strategy import Strategy
 from ascend_parallel.training.train_step import TrainStep, train_step
 from ascend_parallel.training.training_plan import plan_prediction
 
+# What Paddle's DistModel has, in the words of this package (examples/for_paddle_and_mindspore_users).
+IN_PADDLE = {
+    "train": "call the training step: to_static(..., optimizer=optimizer) trains, and evaluate(*batch) does not",
+    "eval": "evaluate(*batch) of the training step returns the loss in evaluation mode",
+    "predict": "to_static(model, loader) without an optimizer returns the model's output",
+    "mode": "to_static with an optimizer trains, its evaluate(*batch) evaluates, to_static without one predicts",
+    "state_dict": "step.save(folder) saves the values of all ranks, and write_back() puts them into the marked model",
+    "set_state_dict": "step.load(folder) loads under any layout",
+    "dist_main_program": "step.explain() prints the plan",
+}
+
 
 @overload
 def to_static(
@@ -161,6 +172,10 @@ class StaticModel:
         """Return the mean loss of a batch in evaluation mode."""
         return self.step.evaluate(*self._inputs.local(batch))
 
+    def __getattr__(self, name: str) -> Any:
+        """Answer the words of Paddle's DistModel."""
+        raise _answer_to_paddle(self, name)
+
     @torch.no_grad()
     def write_back(self) -> nn.Module:
         """Copy the trained values into the marked model, and return the model: to look at it, and run it eagerly.
@@ -200,6 +215,15 @@ class StaticPredictor:
         if names := self._before.changed():
             raise RuntimeError(f"the model has changed since to_static ({names}): call to_static again")
         return self.module(*self._inputs.local(batch))
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer the words of Paddle's DistModel."""
+        raise _answer_to_paddle(self, name)
+
+
+def _answer_to_paddle(owner: object, name: str) -> AttributeError:
+    there = f", which is of Paddle's DistModel: {IN_PADDLE[name]}" if name in IN_PADDLE else ""
+    return AttributeError(f"{type(owner).__name__} has no {name!r}{there}")
 
 
 class _InputPlacements:

@@ -1,5 +1,7 @@
 """One marked model in both modes: eager on DTensors and by to_static, against one card in float64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from ascend_parallel.sharding import (
 )
 from ascend_parallel.sharding.redistribute.collectives import recorded
 from ascend_parallel.training import AmpOptions, PipelineOptions, Strategy, StrategyOptionError, to_static
+from ascend_parallel.training.to_static import StaticModel, StaticPredictor
 
 STEPS, ROWS = 4, 8
 NAMES = ["dp", "mp"]
@@ -477,3 +480,25 @@ def test_tensors_of_parts(_group):
             dtensor_from_local(local, mesh[0], [Shard(0)])
     else:
         dtensor_from_local(local, mesh[0], [Shard(0)])
+
+
+@pytest.mark.parametrize("kind", [StaticModel, StaticPredictor])
+def test_the_words_of_paddles_dist_model_are_answered(kind):
+    made = object.__new__(kind)
+    for name in ("train", "eval", "predict", "mode", "state_dict", "set_state_dict"):
+        with pytest.raises(AttributeError, match=f"{kind.__name__} has no '{name}', which is of Paddle's DistModel: "):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match=r"has no 'evaluat'$"):
+        made.evaluat  # noqa: B018
+    page = (Path(__file__).parents[2] / "examples/for_paddle_and_mindspore_users/README.md").read_text(encoding="utf-8")
+    for word in (
+        "train()",
+        "eval()",
+        "predict()",
+        "mode`",
+        "state_dict()",
+        "set_state_dict()",
+        "stop_gradient=",
+        "meshes",
+    ):
+        assert word in page
