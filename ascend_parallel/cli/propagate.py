@@ -16,7 +16,7 @@ import typer
 
 from ascend_parallel.cli.options import MINDFORMERS, MOST_RANKS
 from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
-from ascend_parallel.text import shown, whole
+from ascend_parallel.text import nearest, shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
         raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
     module = _import(where)
     if not hasattr(module, name):
-        raise ValueError(f"{where} has no {name!r}")
+        functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise ValueError(f"{where} has no {name!r}{nearest(name, functions)}".rstrip("."))
     try:
         with torch.device("meta"):
             returned = getattr(module, name)()

@@ -38,6 +38,16 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, 
 log = logging.getLogger("ascend_parallel")
 
 MODES = ("data", "semi_auto", "auto", "hybrid")
+# MindSpore's parallel modes and search modes, in the words of this package (docs/vocabulary.md).
+MINDSPORE_MODES = {
+    "data_parallel": "data",
+    "semi_auto_parallel": "semi_auto",
+    "auto_parallel": "auto",
+    "sharding_propagation": "auto",
+    "recursive_programming": "auto",
+    "dynamic_programming": "auto",
+    "hybrid_parallel": "hybrid",
+}
 # Options that a hybrid model, which is not traced, cannot have.
 OF_PLANS = ("operators", "pipeline", "recompute", "fused_passes", "batch_norm")
 
@@ -100,6 +110,11 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""
+        if isinstance(self.mode, str) and self.mode in MINDSPORE_MODES:
+            raise StrategyOptionError(
+                f"mode={self.mode!r}: what MindSpore calls so is mode {MINDSPORE_MODES[self.mode]!r} here; give one of "
+                f"{', '.join(MODES)}"
+            )
         check_one_of("mode", self.mode, MODES)
         check_one_of("batch_norm", self.batch_norm, CHOICES)
         self._check_types()

@@ -47,6 +47,7 @@ def test_the_command_says_what_is_wrong(monkeypatch):
     for arguments, message in (
         (("examples/sharding/llama.py:small", "--mesh", "mp"), "give names and sizes"),
         (("examples/sharding/llama.py:none", "--mesh", "mp=2"), "has no 'none'"),
+        (("examples/sharding/llama.py:smal", "--mesh", "mp=2"), "has no 'smal'; did you mean small?"),
         (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
         (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train raised TypeError"),

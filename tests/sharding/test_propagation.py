@@ -15,7 +15,7 @@ from ascend_parallel.sharding.graph import CALL, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.integer_program import optimum
-from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes
+from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, strategy
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.search_tables import SharedTables
@@ -274,6 +274,12 @@ def test_a_memory_limit_is_kept_and_its_price_is_bounded(share):
         propagate(
             graph_of("llama"), mesh(mp=2), LAYER, memory_limit=0.1 * free.memory().total, objective="redistribution"
         )
+
+
+def test_none_as_mindspore_writes_it_is_not_sharded():
+    given = [(("mp", "None"), None), (("mp", None), None), (("mp", 1), None)]
+    first, *others = (strategy(entry, None, {"mp": 2}) for entry in given)
+    assert all(other == first for other in others)
 
 
 def test_a_strategy_that_cannot_be_says_what_can():

@@ -55,6 +55,9 @@ def test_a_strategy_is_read_from_toml(tmp_path):
     ("text", "message"),
     [
         ('mode = "automatic"', "mode='automatic': give one of data, semi_auto, auto, hybrid"),
+        ('mode = "sharding_propagation"', "what MindSpore calls so is mode 'auto' here; give one of data, semi_auto"),
+        ('mode = "recursive_programming"', "what MindSpore calls so is mode 'auto' here"),
+        ('mode = "semi_auto_parallel"', "what MindSpore calls so is mode 'semi_auto' here"),
         ('mod = "auto"', "there is no 'mod'; did you mean mode?"),
         ("[pipeline]\nmicrobatches = 2", "did you mean micro_batches?"),
         ("pipeline = 2", "pipeline=2: give a table"),

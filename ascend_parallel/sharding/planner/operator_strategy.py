@@ -61,8 +61,8 @@ def strategy(
     """Return the strategy that a user wrote for an operator.
 
     Each tensor is None (unspecified), a list of placements, one per mesh dimension, or a tuple as in MindSpore, one
-    entry per tensor dimension: 1 or None (not sharded), the name of a mesh dimension, several names in the order of the
-    mesh, or a number of slices where only one mesh dimension has that size.
+    entry per tensor dimension: 1, None or "None" (not sharded), the name of a mesh dimension, several names in the
+    order of the mesh, or a number of slices where only one mesh dimension has that size.
 
     mesh: sizes by name. Raises `StrategyError`.
     """
@@ -101,7 +101,7 @@ def _placements(tensor: Any, mesh: Mapping[str, int]) -> TensorPlacements | None
 
 def _names(entry: Any, mesh: Mapping[str, int], tensor: tuple[Any, ...]) -> list[str]:
     """Return the mesh dimensions that an entry of a tensor's tuple names."""
-    if entry is None or (entry == 1 and isinstance(entry, int) and not isinstance(entry, bool)):
+    if entry in (None, "None") or (entry == 1 and isinstance(entry, int) and not isinstance(entry, bool)):
         return []
     if not isinstance(entry, (int, str, tuple, list)) or isinstance(entry, bool):
         raise StrategyError(f"{tensor}: {entry!r} is neither 1, the name of a mesh dimension, nor several names")
