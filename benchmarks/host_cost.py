@@ -1,11 +1,12 @@
 """Measure the host cost of chunks, beyond the matmuls and collectives themselves.
 
-    python benchmarks/host_cost.py
+    python benchmarks/host_cost.py            operators and layers, a table of each
+    python benchmarks/host_cost.py --layers   Megatron-core's layers alone, some seconds
 
-On shapes too small for the work to matter, the chunked operators are timed beside the same calls of ``torch.mm(out=)``
-and torch.distributed by hand, on views made beforehand, in the same order. The difference is the cost of checks,
-choice, chunks and bookkeeping. The table has medians over the rounds, of the slowest rank, in microseconds: of a call
-for bare; of a chunk, beyond that, for the others. +1: cost of one more chunk.
+Operators. On shapes too small for the work to matter, the chunked operators are timed beside the same calls of
+``torch.mm(out=)`` and torch.distributed by hand, on views made beforehand, in the same order. The difference is the
+cost of checks, choice, chunks and bookkeeping. The table has medians over the rounds, of the slowest rank, in
+microseconds: of a call for bare; of a chunk, beyond that, for the others. +1: cost of one more chunk.
 
 layer     the linear layer's forward, without gradients
 torch.op  the operator through torch.library, as a traced model calls it
@@ -13,19 +14,28 @@ bare      torch.mm(out=) and torch.distributed by hand
 
 wall: elapsed time, which other programs disturb, and in which waiting for gloo's threads may hide a cost. cpu:
 processor time of the calling thread, in which no cost can hide.
+
+Layers. The forward of Megatron-core's layers on 128 rows of 32 features, with gradients: its own, patched with
+COC_PARALLEL_NUM=auto, which leaves so small a layer whole, and patched with 4 chunks; processor time of the calling
+thread, medians of the slowest rank in microseconds.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from measuring import in_turn, on_ranks, options_of, run, table
+from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parallel
 
+import ascend_parallel
 from ascend_parallel import ops
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
@@ -36,6 +46,19 @@ WIDTH = 16
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 CALLERS = ("layer", "torch.op")
 GOAL_MICROSECONDS = 15
+LEFT_WHOLE_GOAL = 1.2  # times Megatron-core's own layer
+LAYERS = {
+    "row": ("RowParallelLinear", False),
+    "column": ("ColumnParallelLinear", False),
+    "row, sequence parallel": ("RowParallelLinear", True),
+    "column, sequence parallel": ("ColumnParallelLinear", True),
+}
+LAYER_ROWS, FEATURES = 128, 32
+LAYER_SETTINGS: dict[str, dict[str, Any]] = {
+    "megatron's": {"num_chunks": 1},
+    "left whole": {"auto": True},
+    "4 chunks": {"num_chunks": 4},
+}
 BUSY_LOAD = 0.5
 
 Call = Callable[[], object]
@@ -49,6 +72,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16], metavar="COUNT", help="default: 4 8 16")
     parser.add_argument("--calls", type=int, default=10, help="calls timed together in a round (default: 10)")
+    parser.add_argument("--layers", action="store_true", help="Megatron-core's layers alone")
     options = parser.parse_args()
     chunks = sorted(set(options.chunks))
     if min(chunks) < 2 or len(chunks) < 2:
@@ -56,12 +80,29 @@ def main() -> None:
     if options.ranks < 2 or options.rounds < 1 or options.calls < 1:
         parser.error("--ranks needs 2 or more, --rounds and --calls 1 or more")
     load = os.getloadavg()[0]
-    measured = on_ranks("host_cost:rank", options.ranks, chunks=chunks, rounds=options.rounds, calls=options.calls)
-    heads = ["operator", "chunks", *(f"{clock} {what}" for clock in CLOCKS for what in ("bare", *CALLERS))]
-    print(table(heads, [row for operator, by_count in measured.items() for row in rows(operator, by_count)]))
-    print(f"\nThe goal of layer and torch.op is {GOAL_MICROSECONDS} microseconds a chunk.")
+    if not options.layers:
+        print(operators(options, chunks))
+    print(layers(on_ranks("host_cost:layer_times", options.ranks, rounds=options.rounds, calls=options.calls)))
     if load > BUSY_LOAD:
         print(f"The machine was busy before (load {load:.1f}): wall is unreliable.")
+
+
+def operators(options: argparse.Namespace, chunks: list[int]) -> str:
+    """Measure the operators; return their table."""
+    measured = on_ranks("host_cost:rank", options.ranks, chunks=chunks, rounds=options.rounds, calls=options.calls)
+    heads = ["operator", "chunks", *(f"{clock} {what}" for clock in CLOCKS for what in ("bare", *CALLERS))]
+    found = table(heads, [row for operator, by_count in measured.items() for row in rows(operator, by_count)])
+    return f"{found}\n\nThe goal of layer and torch.op is {GOAL_MICROSECONDS} microseconds a chunk.\n"
+
+
+def layers(measured: dict[str, dict[str, list[float]]]) -> str:
+    """Return the table of the layers."""
+    cells = []
+    for name, times in measured.items():
+        own, *patched = (1e6 * median(times[settings]) for settings in LAYER_SETTINGS)
+        cells.append([name, f"{own:.0f}", *(f"{took:.0f}" for took in patched), f"{patched[0] / own:.2f}"])
+    found = table(["layer", *LAYER_SETTINGS, "left whole / megatron's"], cells)
+    return f"{found}\n\nThe goal of a layer that is left whole is {LEFT_WHOLE_GOAL} times Megatron-core's own."
 
 
 def rows(operator: str, by_count: dict[str, Times]) -> list[list[str]]:
@@ -103,6 +144,43 @@ def rank(group: dist.ProcessGroup, chunks: list[int], rounds: int, calls: int) -
         operator: {count: compare(operator, count, make(group, count), rounds, calls) for count in chunks}
         for operator, make in makers.items()
     }
+
+
+def layer_times(group: dist.ProcessGroup, rounds: int, calls: int) -> dict[str, dict[str, list[float]]]:
+    """Return the slowest rank's seconds of a forward of each layer, by settings."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with megatron_on_cpu():
+        start_model_parallel(group.size())
+        for name, (kind, sequence_parallel) in LAYERS.items():
+            layer, x = megatron_layer(kind, group.size(), sequence_parallel)
+            for words, settings in LAYER_SETTINGS.items():
+                ascend_parallel.configure(**settings)
+                ops.COUNTS.clear()
+                layer(x)[0].sum().backward()
+                ran = sum(counts["chunks"] for counts in ops.COUNTS.as_dict().values())
+                if (words == "4 chunks") != bool(ran):
+                    raise RuntimeError(f"{name}, {words}: {ran} chunks ran, the comparison would be unfair")
+                repeated = {words: lambda layer=layer, x=x: [layer(x) for _ in range(calls)]}
+                times = in_turn(repeated, rounds, clock=time.thread_time)
+                found.setdefault(name, {})[words] = [took / calls for took in times[words]]
+        ascend_parallel.configure(num_chunks=1)
+        end_model_parallel()
+    return found
+
+
+def megatron_layer(kind: str, ranks: int, sequence_parallel: bool) -> tuple[Any, torch.Tensor]:
+    """Return a layer of Megatron-core with a weight [32, 32] on each rank, and its input."""
+    config = importlib.import_module("megatron.core.model_parallel_config").ModelParallelConfig(
+        tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel, use_cpu_initialization=True
+    )
+    row = kind == "RowParallelLinear"
+    sizes = (ranks * FEATURES, FEATURES) if row else (FEATURES, ranks * FEATURES)
+    more = {"input_is_parallel": True} if row else {"gather_output": False}
+    made = getattr(importlib.import_module("megatron.core.tensor_parallel.layers"), kind)(
+        *sizes, config=config, init_method=torch.nn.init.normal_, bias=True, skip_bias_add=False, **more
+    )
+    own_rows = LAYER_ROWS // ranks if sequence_parallel and not row else LAYER_ROWS
+    return made, torch.randn(own_rows, 1, FEATURES, requires_grad=True)
 
 
 def compare(operator: str, count: int, cases: dict[str, Call], rounds: int, calls: int) -> Times:

@@ -63,7 +63,8 @@ def matmul_all_reduce(
     chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
     with pending.launching():
         for stop, x_c, y_c in chunks:
-            up_to(stop)
+            if up_to is not None:
+                up_to(stop)
             compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
@@ -140,7 +141,8 @@ def matmul_reduce_scatter(
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         chunks = zip(starts, accumulate(sizes), inputs, outputs, sizes, added, strict=True)
         for start, stop, x_blocks, y_c, size, addend_r in chunks:
-            up_to(stop)
+            if up_to is not None:
+                up_to(stop)
             y_r = y_c.view(ranks, size, n)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, batched), row_tile)
             if addend_r is not None:
@@ -240,7 +242,8 @@ def start_gathers(
             pending.tensor = gathers.gathered.flatten(0, 1)
         chunks = zip(accumulate(sizes), torch.split_with_sizes(x_shard_m, sizes), gathers.starts, strict=True)
         for index, (stop, x_c, start) in enumerate(chunks):
-            up_to(stop)
+            if up_to is not None:
+                up_to(stop)
             pending.launch(start, x_c.contiguous())
             if then is not None:
                 then(index)

@@ -22,6 +22,7 @@ from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.process_groups import wait_limit, wait_within
 from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
@@ -147,12 +148,13 @@ class FinishingWork:
         self, works: Sequence[Work | None], finish: Callable[[], object], group: dist.ProcessGroup, out: torch.Tensor
     ) -> None:
         """Hold the works of `group`; `finish` writes the result, `out`."""
-        self._works = [limited(work, group, out.device) for work in works]
+        self._works: Sequence[Any] = works
+        self._group, self._device = group, out.device
         self._finish: Callable[[], object] | None = finish
 
     def record_end(self, watch: Watch) -> None:
         """Have `watch` record when the works are done."""
-        self._works = watch(self._works)
+        self._works = watch([limited(work, self._group, self._device) for work in self._works])
 
     def is_completed(self) -> bool:
         """Tell whether `wait` has run the step."""
@@ -161,8 +163,9 @@ class FinishingWork:
     def wait(self) -> None:
         """Wait for the works and run the step; a second call does nothing."""
         if self._finish is not None:
+            limit = wait_limit(self._group, self._device) if self._works else None
             for work in self._works:
-                work.wait()
+                wait_within(work, limit, self._group)
             self._finish()
             self._finish = None
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ascend_parallel.ops.rows import Sizes
 
-ALIGNMENT = 64  # bytes; the alignment of torch's own allocations
+ALIGNMENT = 64  # bytes, a power of two; the alignment of torch's own allocations
 
 # Bytes of a line and of a block of Ascend's memory.
 LINE_BYTES = 512
@@ -64,12 +64,14 @@ def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tens
     if not isinstance(w, torch.Tensor):
         w.multiply(x_m, y_m, row_tile)
         return
-    w = aligned(w)
-    if not 0 < row_tile < x_m.shape[0]:
-        _multiply(x_m, w, y_m)
-        return
-    for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
-        _multiply(x_tile, w, y_tile)
+    if 0 < row_tile < x_m.shape[0]:
+        w = aligned(w)
+        for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
+            _multiply(x_tile, w, y_tile)
+    elif not w.is_cpu or not (x_m.data_ptr() | w.data_ptr() | y_m.data_ptr()) % ALIGNMENT:
+        torch.mm(x_m, w, out=y_m)
+    else:
+        _multiply(x_m, aligned(w), y_m)
 
 
 def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
@@ -137,7 +139,7 @@ def batches(x_r_m: torch.Tensor, but: int | None = None) -> Sequence[torch.Tenso
 
 def cut_blocks(blocks: Sequence[torch.Tensor], sizes: Sizes) -> Iterable[tuple[torch.Tensor, ...]]:
     """Cut the rows of every block [..., m, K] into chunks; item i of the result holds the i-th chunk of each block."""
-    return zip(*(torch.split_with_sizes(block, sizes, -2) for block in blocks), strict=True)
+    return zip(*[torch.split_with_sizes(block, sizes, -2) for block in blocks], strict=True)
 
 
 def _cut(x_m: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:

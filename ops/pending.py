@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,8 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import LimitedWork, describe, listed
-from ascend_parallel.process_groups.backend import backend_of
+from ascend_parallel.process_groups import LimitedWork, describe, listed, wait_limit, wait_within
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,6 +25,9 @@ T = TypeVar("T")
 # Seconds for which a rank that saw a collective fail waits for the other ranks' sign of life.
 ROLL_CALL = 5
 
+
+# Stands for the limit of waits, which the first collective of a result reads.
+_UNREAD = timedelta()
 
 # Computations that nobody needs yet: a wait whose collective is not done runs them first.
 IDLE_WORK: deque[Callable[[], object]] = deque()
@@ -41,7 +44,7 @@ class Pending:
     collective outlives its buffers.
     """
 
-    __slots__ = ("_count", "_operator", "_recorded", "_works", "group", "sizes", "tensor")
+    __slots__ = ("_count", "_limit", "_operator", "_recorded", "_works", "group", "sizes", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1, sizes: Sizes = ()
@@ -55,8 +58,9 @@ class Pending:
         self._operator = operator
         self.group = group
         self._count = count
-        self._works: list[Work] = []
-        self._recorded = RECORDING.communication(operator, group, tensor)
+        self._works: list[Work | None] = []  # None: waited for
+        self._limit: timedelta | None = _UNREAD
+        self._recorded = None if RECORDING.recorder is None else RECORDING.communication(operator, group, tensor)
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
         """Start a collective by ``start(*args, **kwargs)``; `wait` waits for it."""
@@ -64,7 +68,10 @@ class Pending:
             work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
         except RuntimeError as error:
             raise self._failure(len(self._works), error) from error
-        self._works.append(limited(work, self.group, self.tensor.device))
+        assert work is not None, "this rank is not a member of the group"
+        if self._limit is _UNREAD and isinstance(work, dist.Work):
+            self._limit = wait_limit(self.group, self.tensor.device)
+        self._works.append(work)
 
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
@@ -75,11 +82,11 @@ class Pending:
 
     def done(self) -> bool:
         """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
-        return all(work.is_completed() for work in self._works)
+        return all(work is None or work.is_completed() for work in self._works)
 
     def advance(self, index: int) -> None:
         """Start what follows the first step of the collective `index`, a `FollowedWork`."""
-        advance: Callable[[], None] = self._works[index].advance  # type: ignore[attr-defined]
+        advance: Callable[[], None] = self._works[index].advance  # type: ignore[union-attr]
         try:
             advance()
         except RuntimeError as error:
@@ -89,25 +96,31 @@ class Pending:
         """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
         while IDLE_WORK and self._works and self._may_take(index):
             IDLE_WORK.popleft()()
-        if not self._works:  # `wait` has waited for all
+        work = self._works[index] if self._works else None
+        if work is None:
             return
         try:
-            if self._recorded is None:
-                self._works[index].wait()
+            if self._recorded is None and isinstance(work, dist.Work):
+                wait_within(work, self._limit, self.group)
+            elif self._recorded is None:
+                work.wait()
             else:
-                self._recorded.wait(index, self._works[index])
+                self._recorded.wait(index, functools.partial(wait_within, work, self._limit, self.group))
         except RuntimeError as error:
             raise self._failure(index, error) from error
+        if self._works:  # work beside the wait may have waited for all
+            self._works[index] = None
 
     def _may_take(self, index: int) -> bool:
         """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next."""
         work = self._works[index]
-        return getattr(work, "tells_completion", True) and not work.is_completed()
+        return work is not None and getattr(work, "tells_completion", True) and not work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
-        for index, _ in enumerate(self._works):
-            self.wait_for(index)
+        for index, work in enumerate(self._works):
+            if work is not None:
+                self.wait_for(index)
         self._works.clear()
         return self.tensor
 
@@ -135,8 +148,10 @@ class Pending:
 
     def _drain(self) -> None:
         for work in self._works:
+            if work is None:
+                continue
             with suppress(RuntimeError):  # the caller raises the first error
-                work.wait()
+                wait_within(work, self._limit, self.group)
         self._works.clear()
 
     def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
@@ -176,14 +191,9 @@ def run_collective(
 
 
 def limited(work: Work | None, group: dist.ProcessGroup, device: torch.device) -> Work:
-    """Return a started work as `LimitedWork`; a wrapper of this package has limits for the works inside.
-
-    A backend that does not block the host watches its works itself.
-    """
+    """Return a started work as `LimitedWork`; a wrapper of this package has limits for the works inside."""
     assert work is not None, "this rank is not a member of the group"
-    if not isinstance(work, dist.Work) or not backend_of(group, device).blocks_host:
-        return work
-    return LimitedWork(work, group, device)
+    return LimitedWork(work, group, wait_limit(group, device)) if isinstance(work, dist.Work) else work
 
 
 def _failure(name: str, group: dist.ProcessGroup, error: RuntimeError) -> CollectiveError:

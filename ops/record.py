@@ -97,9 +97,9 @@ class Communication:
             (work,) = self._watch(span, [work])
         return work  # other kinds of work end, as far as is known, at their wait
 
-    def wait(self, index: int, work: Any) -> None:
-        """Wait for the collective `index`, and record the wait."""
-        span = self._recorder.wait(self._pass, index, work.wait)
+    def wait(self, index: int, wait: Callable[[], object]) -> None:
+        """Run ``wait()``, which waits for the collective `index`, and record it."""
+        span = self._recorder.wait(self._pass, index, wait)
         if self._spans[index].end is None:
             self._spans[index].end = span.end
         self._kept[index] = None

@@ -152,7 +152,7 @@ class OperatorSettings:
         """The settings of the operators, without the fields of a derived class."""
         return self
 
-    @property
+    @cached_property
     def effective_mode(self) -> int:
         """The mode 0, 1 or 2; -1 is resolved."""
         if self.mode != -1:
@@ -160,12 +160,12 @@ class OperatorSettings:
         overlap = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
         return 2 if overlap else 0
 
-    @property
+    @cached_property
     def at_every_degree(self) -> bool:
         """Whether the bits are to be the same at every tensor-parallel degree; what cannot keep them is an error."""
         return self.deterministic == TP
 
-    @property
+    @cached_property
     def enabled(self) -> bool:
         """Whether layers are replaced."""
         return self.effective_mode != 0

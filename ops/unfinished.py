@@ -206,10 +206,13 @@ def is_unfinished(x: torch.Tensor) -> bool:
     return isinstance(x, UnfinishedTensor) and not x._rows.progress.finished
 
 
-def arriving(x_m: torch.Tensor, blocks: int = 1) -> tuple[torch.Tensor, Callable[[int], object]]:
-    """Return the memory of rows [M, K], and ``up_to(stop)``: it waits for the rows before `stop` of each block."""
+def arriving(x_m: torch.Tensor, blocks: int = 1) -> tuple[torch.Tensor, Callable[[int], object] | None]:
+    """Return the memory of rows [M, K], and ``up_to(stop)``: it waits for the rows before `stop` of each block.
+
+    None: all rows are there.
+    """
     if not isinstance(x_m, UnfinishedTensor):
-        return x_m, _nothing
+        return x_m, None
     rows, before = x_m._rows, (blocks - 1) * (x_m.shape[0] // blocks)
     if rows.blocks == blocks:
         before = 0

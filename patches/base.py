@@ -10,12 +10,13 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 class PatchError(RuntimeError):
@@ -275,6 +276,34 @@ class PatchSet:
             text = f"left unused: the name {patch.owner} was given to {full_name(patch.named())}, which has its own"
             return PatchStatus(patch.target, False, text)
         return PatchStatus(patch.target, True, patch.reason)
+
+
+class WatchedNames(Generic[T]):
+    """What an inspection of names in modules and classes says, inspected anew once one of their objects has changed.
+
+    Every call of a layer looks at the names, of which there are dozens: one loop compares the objects by identity.
+    """
+
+    def __init__(self, names: Iterable[tuple[Mapping[str, Any], str]], inspect: Callable[[], T]) -> None:
+        """Watch each name in its namespace, which may lack it; ``inspect()`` judges the present objects."""
+        self._seen: tuple[tuple[Mapping[str, Any], str, object], ...] = tuple((*name, self) for name in names)
+        self._inspect = inspect
+        self.latest: T
+        """What the last `look` returned."""
+
+    def look(self) -> T:
+        """Return what the inspection says of the present objects."""
+        for namespace, name, seen in self._seen:
+            if namespace.get(name) is not seen:
+                self._seen = tuple((namespace, name, namespace.get(name)) for namespace, name, _ in self._seen)
+                self.latest = self._inspect()
+                break
+        return self.latest
+
+
+def names_of_method(kind: type, name: str) -> list[tuple[Mapping[str, Any], str]]:
+    """Return where a class and its bases may hold a method, for `WatchedNames`."""
+    return [(vars(base), name) for base in kind.__mro__]
 
 
 def full_name(kind: object) -> str:

@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ascend_parallel.ops.registry import DegreeError
-from ascend_parallel.patches.base import defined_in, full_name
+from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
 from ascend_parallel.settings import Settings
@@ -94,6 +94,10 @@ class InstalledLayers(Framework):
             compare()
 
         return confirm
+
+    def unconfirmed(self, group: dist.ProcessGroup) -> Callable[[], None] | None:
+        """Return what has to be called before ranks communicate, or None; torch's loss may become parallel later."""
+        return self.confirm(group) if self.settings.at_every_degree else super().unconfirmed(group)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a module with an installed forward."""
@@ -225,12 +229,24 @@ def installed_on(module: Any) -> Installed:
     return found
 
 
-def replaced_below() -> str | None:
-    """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None."""
+def _replaced_functions() -> str | None:
+    """Return what was put in place of torch's linear functions, or None."""
     if torch.nn.Linear.forward is not _FORWARD:
         return f"torch.nn.Linear.forward was replaced by {full_name(torch.nn.Linear.forward)}"
     if torch.nn.functional.linear is not _LINEAR:
         return f"torch.nn.functional.linear was replaced by {full_name(torch.nn.functional.linear)}"
+    return None
+
+
+_FUNCTIONS = WatchedNames(
+    [(vars(torch.nn.Linear), "forward"), (vars(torch.nn.functional), "linear")], _replaced_functions
+)
+
+
+def replaced_below() -> str | None:
+    """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None."""
+    if (replaced := _FUNCTIONS.look()) is not None:
+        return replaced
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if type(mode) is not DeviceContext:  # of torch.set_default_device; it changes no matmul

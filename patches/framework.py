@@ -28,6 +28,7 @@ from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import PartGroups
 from ascend_parallel.tuning.measured.pass_times import Case
+from ascend_parallel.tuning.measured.tuner import Tuner
 
 log = logging.getLogger("ascend_parallel")
 
@@ -137,7 +138,7 @@ class Framework(ABC):
         self.refuse_conflicts(layer)
         if self.settings.at_every_degree:
             _refuse_uneven(layer, kind, weight, group)
-        if group not in self._checked:
+        if self.settings.plan is not None and group not in self._checked:
             refuse_foreign_plan(self.settings, group, x.device)
             self._checked.add(group)
         if not self.used:
@@ -166,21 +167,31 @@ class Framework(ABC):
 
     def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         """Return the settings of a call, with the chunks that tuning chose for its shapes."""
-        return self.with_options(layer, self._tuned(layer, kind, x, weight, **options))
+        settings = self.settings
+        if self._tuner is not None:
+            settings = self._tuned(self._tuner, layer, kind, x, weight, **options)
+        return self.with_options(layer, settings)
 
-    def _tuned(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
+    def _tuned(self, tuner: Tuner, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         """Return the tuned settings, not enabled if the framework's own layer is as fast."""
-        case = None if self._tuner is None else self.case_of(layer, kind, x, weight, **options)
-        if self._tuner is None or case is None:
+        case = self.case_of(layer, kind, x, weight, **options)
+        if case is None:
             return self.settings
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         group = self.group_of(layer)
-        settings = self._tuner.settings_for(case, group, backward=backward, agree=self.confirm(group))
+        settings = tuner.settings_for(case, group, backward=backward, agree=functools.partial(self._confirmed, group))
         return settings if settings.enabled or self.equals_original(layer, kind, x, weight) else overlapped(settings)
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""
         return functools.partial(self._agreement.confirm, group)
+
+    def _confirmed(self, group: dist.ProcessGroup) -> None:
+        self.confirm(group)()
+
+    def unconfirmed(self, group: dist.ProcessGroup) -> Callable[[], None] | None:
+        """Return `confirm` of a group whose ranks have not compared settings yet; None: they have."""
+        return None if group in self._agreement.confirmed else self.confirm(group)
 
     def reason_of_any(self, group: dist.ProcessGroup, reason: str | None, device: torch.device) -> str | None:
         """Return why the original must run on all ranks of `group` in this call, or None: one small all-reduce.

@@ -90,12 +90,9 @@ class RegionChoice:
         self.on = settings.region is True
         self.decision: Decision | None = None
         self._trial = Trial() if settings.region == "auto" else None
-        self._inside = False
-
-    @property
-    def undecided(self) -> bool:
+        self.undecided = self._trial is not None
         """Whether calls are still timed."""
-        return self._trial is not None
+        self._inside = False
 
     def call(
         self, layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[], Any], excluded: str | None = None
@@ -155,7 +152,7 @@ class RegionChoice:
             self.on = trial.region
 
     def _keep(self, decision: Decision) -> None:
-        self._trial, self.decision, self.on = None, decision, decision.region
+        self._trial, self.undecided, self.decision, self.on = None, False, decision, decision.region
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("COC_REGION=auto: %s", decision)
 

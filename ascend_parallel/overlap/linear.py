@@ -201,7 +201,8 @@ class ColumnLinear(torch.autograd.Function):
             else:
                 y, gathered_m = layer.forward_wrapper(lambda: column_forward(x, weight, bias, layer, keep))
         _save(ctx, layer, x, x if gathered_m is None else gathered_m, weight)
-        layer.write_digest("column", "output", y, -1)
+        if layer.settings.digests is not None:
+            layer.write_digest("column", "output", y, -1)
         return y
 
     @staticmethod
@@ -229,8 +230,9 @@ class ColumnLinear(torch.autograd.Function):
         dx = None if dx is None else dx.view(ctx.x_shape)
         # Last: a sum over rows needs all of them, and dx is then on its way.
         db = layer.bias_gradient_of(rows_of(output_gradient.contiguous())) if ctx.needs_input_grad[2] else None
-        for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
-            layer.write_digest("column", f"{name} gradient", gradient, dim)
+        if layer.settings.digests is not None:
+            for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
+                layer.write_digest("column", f"{name} gradient", gradient, dim)
         return dx, placeholder if postponed else dw, db, None
 
 
@@ -261,7 +263,8 @@ class RowLinear(torch.autograd.Function):
             else:
                 y, _ = layer.forward_wrapper(lambda: (row_forward(x, weight, layer), None))
         _save(ctx, layer, x, x, weight)
-        layer.write_digest("row", "output", y, None)
+        if layer.settings.digests is not None:
+            layer.write_digest("row", "output", y, None)
         return y
 
     @staticmethod
@@ -281,8 +284,9 @@ class RowLinear(torch.autograd.Function):
         else:
             dx, dw = None, weight_gradient_of(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
         dx = None if dx is None else dx.view(ctx.x_shape)
-        for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
-            layer.write_digest("row", f"{name} gradient", gradient, dim)
+        if layer.settings.digests is not None:
+            for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
+                layer.write_digest("row", f"{name} gradient", gradient, dim)
         return dx, dw, None
 
 
@@ -312,9 +316,9 @@ def row_forward(
     """Return the sum over ranks of ``x @ w``, or this rank's rows; `product`, of any features, as in `OperatorCall`."""
     layer.about_to_communicate()
     group, settings = layer.group, layer.settings
-    (w, layout), given = _right(weight), layer.input_of(x)
+    (w, layout), given = _right(weight), x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
-    if isinstance(w, torch.Tensor):
+    if layer.leaves_rows and isinstance(w, torch.Tensor):
         settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
     if not layer.sequence_parallel:
         pending = start_matmul_all_reduce(
@@ -343,13 +347,14 @@ def _local_backward(
 def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
+    x_dtensor, weight_dtensor = layer.dtensors
     parts: list[torch.Tensor | None]
     if isinstance(weight, QuantisedWeight):
         parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
     else:
-        parts = [checked(weight, layer.dtensors[1])]
-    if kept is x:
-        kept = checked(x, layer.dtensors[0])
+        parts = [weight if weight_dtensor is None else checked(weight, weight_dtensor)]
+    if kept is x and x_dtensor is not None:
+        kept = checked(x, x_dtensor)
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.process_groups.backend import backend_of
+
 
 def describe(group: dist.ProcessGroup) -> str:
     """Return a group in words: its description, or its name, and its global ranks.
@@ -43,29 +45,48 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-class LimitedWork:
-    """A started collective, send or receive: `wait` raises `RuntimeError` after the `time_limit` of its group.
+def wait_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the time for which `wait_within` waits for works of `group` on tensors of `device`; None: the backend's.
 
     gloo keeps to the group's own limit: half an hour in the groups that Megatron and torch's DeviceMesh make, whatever
     the program gave to init_process_group. A backend that does not block the host watches its collectives itself, and
     such a wait would stop the host.
     """
+    if not backend_of(group, device).blocks_host:
+        return None
+    store: Any = c10d._get_process_group_store(group)
+    limit: timedelta = store.timeout
+    return min(limit, getattr(getattr(group._get_backend(device), "options", None), "_timeout", None) or limit)
 
-    def __init__(self, work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Hold a work of `group` on tensors of `device`."""
-        self._work, self._group = work, group
-        self._limit = time_limit(group)
+
+def wait_within(work: Any, limit: timedelta | None, group: dist.ProcessGroup) -> None:
+    """Wait for a work of `group`; raise `RuntimeError` after `limit`, and close the group's connections, as gloo does.
+
+    A work that is a wrapper of this package has limits for the works inside.
+    """
+    if limit is None or not isinstance(work, dist.Work):
+        work.wait()
+        return
+    try:
+        work.wait(limit)
+    except RuntimeError as error:
+        if work.is_completed():  # it failed by itself
+            raise
+        _close_connections(group)
+        raise RuntimeError(f"no answer within {limit.total_seconds():g} s") from error
+
+
+class LimitedWork:
+    """A started collective, send or receive, whose `wait` is `wait_within`."""
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, limit: timedelta | None) -> None:
+        """Hold a work of `group`."""
+        self._work, self._group, self._limit = work, group, limit
         self.is_completed, self.get_future = work.is_completed, work.get_future
 
     def wait(self) -> None:
-        """Wait for the work; after the limit close the group's connections, as gloo does after the group's own."""
-        try:
-            self._work.wait(self._limit)
-        except RuntimeError as error:
-            if self._work.is_completed():  # it failed by itself
-                raise
-            _close_connections(self._group)
-            raise RuntimeError(f"no answer within {self._limit.total_seconds():g} s") from error
+        """Wait for the work, no longer than the limit."""
+        wait_within(self._work, self._limit, self._group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:

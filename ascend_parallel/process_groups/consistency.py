@@ -50,7 +50,8 @@ class SettingsAgreement:
     def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
         """Compare what `settings` returns at the first call on a group: plain values by the user's name."""
         self._settings = settings
-        self._confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
+        self.confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
+        """The groups whose ranks have compared them."""
 
     def confirm(self, group: dist.ProcessGroup) -> None:
         """Return once every rank of `group` has published the same settings; later calls look up a set.
@@ -58,7 +59,7 @@ class SettingsAgreement:
         Every rank calls this where all ranks of the group communicate. Raises `DisagreementError` on every rank: with
         the settings that differ, or, after the time limit of the group or its store, with the missing ranks.
         """
-        if group not in self._confirmed:
+        if group not in self.confirmed:
             confirm_same(
                 group,
                 "its first overlapped layer",
@@ -68,7 +69,7 @@ class SettingsAgreement:
                 topic="settings",
                 hint="it has stopped, or runs without overlap (is COC_PARALLEL_NUM exported there?)",
             )
-            self._confirmed.add(group)
+            self.confirmed.add(group)
 
 
 def exchange(

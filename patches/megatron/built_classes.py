@@ -28,6 +28,7 @@ FLAGS = {
     "mindspeed.core.tensor_parallel.mc2_feature": "--use-ascend-mc2",
     "mindspeed.core.tensor_parallel.unaligned_layers": "--unaligned-linear",
 }
+PACKAGES = tuple(FLAGS)
 COC = "--use-ascend-coc"
 EVERY_DEGREE = "COC_DETERMINISTIC=tp"
 
@@ -112,4 +113,6 @@ def replaced_experts() -> str | None:
 def flag_of(kind: object) -> str | None:
     """Return the flag of MindSpeed that puts a class in place of Megatron-core's, or None."""
     module = str(getattr(kind, "__module__", ""))
-    return next((flag for package, flag in FLAGS.items() if module.startswith(package)), None)
+    if not module.startswith(PACKAGES):
+        return None
+    return next(flag for package, flag in FLAGS.items() if module.startswith(package))

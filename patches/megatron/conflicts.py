@@ -2,7 +2,7 @@
 
 A patched layer does the work of these functions without calling them. If another package replaced one of them (a
 quantiser, a pass that schedules the backward), a patched layer would silently train without the replacement. Every
-call compares the functions by identity; a new function is judged by the module and name of its code.
+call compares the functions by identity (`WatchedNames`); a new function is judged by the module and name of its code.
 
 Sources: the incompatibilities that MindSpeed's CoC feature declares, and Megatron-core's ``tp_comm_overlap``;
 megatron/core/tensor_parallel/layers.py and mappings.py, 0.10 to 0.19.
@@ -17,12 +17,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ascend_parallel.patches.base import ConflictError, Function, defined_in, full_name
+from ascend_parallel.patches.base import ConflictError, Function, WatchedNames, defined_in, full_name
 from ascend_parallel.settings import Settings
+
+GLOBAL_VARIABLES = "megatron.training.global_vars"
 
 # Name of a configuration field or command-line argument -> the feature.
 CONFLICTS = {
@@ -37,18 +39,19 @@ CONFLICTS = {
 
 def refuse_conflicts(config: Any, settings: Settings) -> None:
     """Raise `ConflictError` if a Megatron configuration or the program's arguments exclude overlap with `settings`."""
-    for place, holder in (("config", config), ("argument", arguments())):
-        for name, what in CONFLICTS.items():
+    parsed = getattr(sys.modules.get(GLOBAL_VARIABLES), "_GLOBAL_ARGS", None)
+    for place, holder in (("config", config),) if parsed is None else (("config", config), ("argument", parsed)):
+        for name in CONFLICTS:
             if getattr(holder, name, None) and not (settings.take_over and name == "use_ascend_coc"):
                 raise ConflictError(
-                    f"{place} {name}={getattr(holder, name)!r} ({what}) cannot be used together with overlapped linear "
-                    f"layers: switch it off, or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
+                    f"{place} {name}={getattr(holder, name)!r} ({CONFLICTS[name]}) cannot be used together with "
+                    "overlapped linear layers: switch it off, or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
                 )
 
 
 def arguments() -> Any:
     """Return the parsed arguments of Megatron's training program, or None if another program runs."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return getattr(sys.modules.get(GLOBAL_VARIABLES), "_GLOBAL_ARGS", None)
 
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -111,51 +114,42 @@ class _Place:
         return not _own(self.function(), self.home, self.name)
 
 
-class Originals:
-    """The functions behind the layers: compared by identity, and inspected when an object has changed."""
+class Replacements(NamedTuple):
+    """Texts that name the first function behind all layers that was replaced, and the first that communicates."""
+
+    function: str | None
+    collective: str | None
+
+
+class Originals(WatchedNames[Replacements]):
+    """The functions behind the layers: which of them are not Megatron-core's own."""
 
     def __init__(self, layers: ModuleType) -> None:
-        """Look at the functions behind `layers`, the module megatron.core.tensor_parallel.layers."""
+        """Watch the functions behind `layers`, the module megatron.core.tensor_parallel.layers."""
         self._places = _places(layers)
         self._layers = layers
-        self._seen: tuple[object, ...] = ()
-        self._replacement: str | None = None
-        self._collective: str | None = None
+        self._own_impls: set[object] = set()
+        super().__init__([(place.holder, place.name) for place in self._places], self._judge)
 
-    def replaced_collective(self) -> str | None:
-        """Return a text that names what replaced a function that communicates, or None."""
-        self._look()
-        return self._collective
-
-    def replaced(self, layer: Any) -> str | None:
-        """Return a text that names what replaced a function behind `layer`, or None if all are Megatron's own."""
-        text = self.replaced_function() or self._replaced_impl(layer)
-        return f"what it computes was replaced: {text}" if text else None
-
-    def replaced_function(self) -> str | None:
-        """Return a text that names what replaced a function behind all layers, or None."""
-        self._look()
-        return self._replacement
-
-    def _look(self) -> None:
-        functions = tuple(place.function() for place in self._places)
-        if functions == self._seen:
-            return
+    def _judge(self) -> Replacements:
         foreign = [place for place in self._places if place.replaced()]
         texts = {f"{place.text} is {_origin(place.function())}": place.communicates for place in foreign}
-        self._replacement = next(iter(texts), None)
-        self._collective = next((text for text, communicates in texts.items() if communicates), None)
-        self._seen = functions
+        communicating = (text for text, communicates in texts.items() if communicates)
+        return Replacements(next(iter(texts), None), next(communicating, None))
 
-    def _replaced_impl(self, layer: Any) -> str | None:
-        """Check the layer's `_forward_impl`: an attribute set by the constructor below 0.14, a method since."""
+    def replaced_impl(self, layer: Any) -> str | None:
+        """Return what replaced the layer's `_forward_impl`: an attribute of the layer below 0.14, a method since."""
         inner = vars(layer).get("_forward_impl")
         if inner is not None:
             known = any(inner is getattr(self._layers, name) for name in FUNCTIONALS)
             return None if known else f"the layer's _forward_impl is {_origin(inner)}"
         method = getattr(type(layer), "_forward_impl", None)
-        own = method is None or _own(method, self._layers, "_forward_impl")
-        return None if own else f"the layer's _forward_impl is {_origin(method)}"
+        if method is None or method in self._own_impls:
+            return None
+        if _own(method, self._layers, "_forward_impl"):
+            self._own_impls.add(method)
+            return None
+        return f"the layer's _forward_impl is {_origin(method)}"
 
 
 @functools.cache

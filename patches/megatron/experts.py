@@ -30,7 +30,7 @@ from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
-from ascend_parallel.patches.base import Function, Patch, PatchSet, defined_in
+from ascend_parallel.patches.base import Function, Patch, PatchSet, WatchedNames, defined_in, names_of_method
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
@@ -212,13 +212,27 @@ def _hides_shared_expert(layer: Any) -> bool:
 
 def _replaced_methods(layer: Any) -> str | None:
     """Return which method of Megatron-core another package has replaced, or None."""
-    for held, home in ((layer, MODULE), (layer.token_dispatcher, DISPATCHERS)):
-        for name in REPEATED[type(held).__name__]:
-            function = getattr(type(held), name, None)
-            own = function is None or defined_in(function, sys.modules[home], _is_of_megatron)
-            if name in vars(held) or not own:
-                return f"what it computes was replaced: {type(held).__name__}.{name} is another package's"
+    for part, home in ((layer, MODULE), (layer.token_dispatcher, DISPATCHERS)):
+        kind: Any = type(part)
+        own = (name for name in REPEATED[kind.__name__] if name in vars(part))
+        if (name := _watched_methods(kind, home).look() or next(own, None)) is not None:
+            return f"what it computes was replaced: {kind.__name__}.{name} is another package's"
     return None
+
+
+@functools.cache
+def _watched_methods(kind: type, home: str) -> WatchedNames[str | None]:
+    """Return what names the first of a class's repeated methods that is another package's; None: there is none."""
+
+    def foreign() -> str | None:
+        for name in REPEATED[kind.__name__]:
+            function = getattr(kind, name, None)
+            if function is not None and not defined_in(function, sys.modules[home], _is_of_megatron):
+                return name
+        return None
+
+    methods = (names_of_method(kind, name) for name in REPEATED[kind.__name__])
+    return WatchedNames([place for places in methods for place in places], foreign)
 
 
 def _is_of_megatron(function: Function) -> bool:

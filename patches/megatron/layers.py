@@ -60,19 +60,26 @@ class Megatron(Framework):
         self._originals = Originals(layers)
         self._layouts = KnownLayouts()
         self._compared: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
+        self._compared_as_replaced = False  # whether ranks of any group have what communicates replaced
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
         self.groups_handed_down = version >= (0, 13)
+        own_groups = ("ep_group", "tp_group", "parallel_group")
+        self._group_names = own_groups if self.groups_handed_down else ("parallel_group",)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`, or the expert-parallel group of a mixture of experts.
 
         A layer of MindSpeed holds it under another name.
         """
-        names = ("ep_group", "tp_group", "parallel_group") if self.groups_handed_down else ("parallel_group",)
-        groups = (getattr(layer, name, None) for name in names)
-        own = next((group for group in groups if group is not None), None)
-        group: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if own is None else own
-        return group
+        held, group = vars(layer), None
+        for name in self._group_names:
+            if (group := held.get(name)) is not None:
+                break
+        if group is None:
+            groups = (getattr(layer, name, None) for name in self._group_names)
+            group = next((group for group in groups if group is not None), None)
+        own: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if group is None else group
+        return own
 
     def region(self, name: str, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Call the mapping `name` of Megatron; mappings take their group as an argument since 0.13."""
@@ -102,9 +109,9 @@ class Megatron(Framework):
         """Return the reason why the original forward of `layer` must run, the same on all ranks, or None."""
         if torch.compiler.is_compiling():
             return "it is being compiled, and a process group cannot be"
-        if flag := flag_of(type(layer)):
+        if type(layer).__module__ != self.layers.__name__ and (flag := flag_of(type(layer))):
             return f"the layer is MindSpeed's {type(layer).__name__} ({flag})"
-        if getattr(layer, "explicit_expert_comm", False):
+        if vars(layer).get("explicit_expert_comm", False):
             return "expert layers communicate outside the layer"
         if not dist.is_initialized():
             return ONE_RANK
@@ -114,7 +121,8 @@ class Megatron(Framework):
 
     def replaced(self, layer: Any) -> str | None:
         """Return what was replaced behind `layer`, on this rank at least, or None."""
-        return self._originals.replaced(layer)
+        text = self._originals.look().function or self._originals.replaced_impl(layer)
+        return f"what it computes was replaced: {text}" if text else None
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks: what communicates."""
@@ -122,7 +130,8 @@ class Megatron(Framework):
 
     def _communicates(self) -> str | None:
         """Return what was replaced and communicates, or may: below 0.13 functions know their group by themselves."""
-        return self._originals.replaced_collective() if self.groups_handed_down else self._originals.replaced_function()
+        replaced = self._originals.look()
+        return replaced.collective if self.groups_handed_down else replaced.function
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return what compares settings, and what communicates, before ranks communicate."""
@@ -130,23 +139,31 @@ class Megatron(Framework):
 
         def confirm() -> None:
             compare()
-            self._compared.setdefault(group, self._communicates())
+            text = self._compared.setdefault(group, self._communicates())
+            self._compared_as_replaced |= text is not None
 
         return confirm if group not in self._compared else compare
 
     def around(self, layer: Any) -> bool:
-        """Tell whether the original runs inside the collectives of the overlapped layer: a function was replaced."""
-        replaced = self.replaced(layer)
-        if replaced is not None:
-            self.log_replaced(layer, replaced)
-        return replaced is not None
+        """Tell whether the original runs inside the collectives of the overlapped layer: a function was replaced.
+
+        Called after `left_to_replaced`, which has looked.
+        """
+        text = self._originals.latest.function or self._originals.replaced_impl(layer)
+        if text is not None:
+            self.log_replaced(layer, f"what it computes was replaced: {text}")
+        return text is not None
 
     def left_to_replaced(self, layer: Any) -> str | None:
         """Return what communicates in place of Megatron-core's own functions, on all ranks alike, or None.
 
         Raises `DisagreementError` if ranks differ, and `ConflictError` for what has changed since they were compared.
         """
-        text, group = self._communicates(), self.group_of(layer)
+        replaced = self._originals.look()
+        text = replaced.collective if self.groups_handed_down else replaced.function
+        if text is None and not self._compared_as_replaced:  # as in the groups whose ranks were compared
+            return None if self.groups_handed_down else self.replaced(layer)
+        group = self.group_of(layer)
         if group in self._compared and self._compared[group] != text:
             own = "all functions are megatron-core's own"
             raise ConflictError(
@@ -233,16 +250,15 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
         runtime_gather_output: bool | None = None,
     ) -> Output:
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
-        reason = (
-            megatron.left_alone(self)
-            or uncovered_column(self, weight, gathers_output=gathers, version=megatron.version)
-            or megatron.left_to_replaced(self)
-        )
+        used, reason = weight, megatron.left_alone(self)
+        if reason is None:
+            used, given, version = self.weight if weight is None else weight, weight is not None, megatron.version
+            reason = uncovered_column(self, used, given=given, gathers_output=gathers, version=version)
+            reason = reason or megatron.left_to_replaced(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
         own = functools.partial(original, runtime_gather_output=runtime_gather_output)
-        used = self.weight if weight is None else weight
         call = LayerCall(self, "column", input_, used, own, megatron.around(self), gathers)
         return _way(megatron, call, functools.partial(_column, megatron, call))()
 
@@ -291,7 +307,7 @@ def _column(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> 
         sequence_parallel=layer.sequence_parallel,
         reduce_input_grad=_reduces(layer),
         weight_gradient=megatron.weight_gradient(layer, call.weight, begin, deferrable=True),
-        before_communicating=megatron.confirm(group),
+        before_communicating=megatron.unconfirmed(group),
         leaves_rows=megatron.leaves_rows,
         parts=parts_of(layer, call.weight, "column"),
     )
@@ -315,7 +331,7 @@ def _row(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> Out
         assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
         x = megatron.region("scatter_to_tensor_model_parallel_region", x, group)
     options: dict[str, Any] = {"group": group, "settings": settings, "sequence_parallel": layer.sequence_parallel}
-    options["before_communicating"] = megatron.confirm(group)
+    options["before_communicating"] = megatron.unconfirmed(group)
     if isinstance(weight, QuantisedWeight):
         y = quantised_row_linear(x, weight, **options)
     else:

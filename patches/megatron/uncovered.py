@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
+# Since this version TransformerEngine may write weight gradients into Megatron-FSDP's buffer.
+FSDP_BUFFER = (0, 18)
 
 
 def uncovered_layer(layer: Any, version: tuple[int, ...]) -> str | None:
     """Return why no call of `layer` is covered, whose group has several ranks."""
-    if getattr(layer, "gtp_remat_size", 1) > 1:
+    held = vars(layer)  # torch's modules raise an error for an attribute that is absent, which costs a microsecond
+    if held.get("gtp_remat_size", 1) > 1:
         return f"its weight is sharded again by weight rematerialisation (gtp_remat_size {layer.gtp_remat_size})"
-    if getattr(layer, "output_dtype", None) is not None:
+    if held.get("output_dtype") is not None:
         return f"its matmul has an output dtype of its own (output_dtype {layer.output_dtype})"
-    if reason := _fsdp_gradient(layer, layer._parameters.get("weight"), version):
+    if version >= FSDP_BUFFER and (reason := _fsdp_gradient(layer, layer._parameters.get("weight"))):
         return reason
     offloading = layer.config._cpu_offloading_context
     if offloading is not None and offloading.inside_context and layer.config.cpu_offloading:
@@ -29,22 +32,21 @@ def uncovered_layer(layer: Any, version: tuple[int, ...]) -> str | None:
 
 
 def uncovered_column(
-    layer: Any, weight: torch.Tensor | None, *, gathers_output: bool, version: tuple[int, ...]
+    layer: Any, weight: torch.Tensor | None, *, given: bool, gathers_output: bool, version: tuple[int, ...]
 ) -> str | None:
-    """Return why a call of a column layer is not covered; `weight` is the call's argument, or None."""
-    used = layer.weight if weight is None else weight
-    if used is None or tuple(used.shape) != (layer.output_size_per_partition, layer.input_size):
+    """Return why a call of a column layer with `weight` is not covered; given: the weight is the call's argument."""
+    if weight is None or weight.shape != (layer.output_size_per_partition, layer.input_size):
         return "there is no weight of the layer's shape"
     if gathers_output and layer.sequence_parallel and version < (0, 13):
         return "gather_output with sequence parallelism is refused by megatron-core below 0.13"
     if gathers_output and getattr(layer, "use_inference_optimized_all_gather", False) and not layer.training:
         return "its output is gathered by the inference-optimized all-gather (transformer_impl)"
-    return _fsdp_gradient(layer, weight, version)
+    return _fsdp_gradient(layer, weight) if given and version >= FSDP_BUFFER else None
 
 
-def _fsdp_gradient(layer: Any, weight: torch.Tensor | None, version: tuple[int, ...]) -> str | None:
-    """Return a reason if TransformerEngine writes the weight gradient into Megatron-FSDP's buffer, as since 0.18."""
-    if version < (0, 18) or not layer.gradient_accumulation_fusion or not hasattr(weight, "__fsdp_param__"):
+def _fsdp_gradient(layer: Any, weight: torch.Tensor | None) -> str | None:
+    """Return a reason if TransformerEngine writes the weight gradient into Megatron-FSDP's buffer."""
+    if not layer.gradient_accumulation_fusion or not hasattr(weight, "__fsdp_param__"):
         return None
     gemm = getattr(importlib.import_module(TE_EXTENSION), "te_general_gemm", None)
     return None if gemm is None else "TransformerEngine writes its weight gradient into Megatron-FSDP's buffer"

@@ -41,7 +41,7 @@ class MegatronWeightGradient(WeightGradient):
         begin
             Observes the backward of a call that is checked; None for other calls.
         """
-        super().__init__(begin)
+        self._begin = begin
         self._weight = weight
         self._fused = fused
         self._layers = layers

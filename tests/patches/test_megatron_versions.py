@@ -141,6 +141,6 @@ def test_fsdp_gradients_that_transformer_engine_computes_are_left_to_it(monkeypa
     ):
         monkeypatch.setattr(extension, "te_general_gemm", gemm, raising=False)
         assert uncovered_layer(layer, version) == reason
-        assert uncovered_column(layer, weight, gathers_output=False, version=version) == reason
+        assert uncovered_column(layer, weight, given=True, gathers_output=False, version=version) == reason
     layer.gradient_accumulation_fusion = False
     assert uncovered_layer(layer, (0, 18, 2)) is None

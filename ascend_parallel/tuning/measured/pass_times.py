@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,8 @@ Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer's call on one rank of a group: shapes, dtype, device and options.
+class Case(NamedTuple):
+    """A layer's call on one rank of a group: shapes, dtype, device and options. Every call is looked up by it.
 
     rows
         Product of the leading dimensions of this rank's input.
@@ -58,15 +57,14 @@ class Case:
     k: int
     dtype: torch.dtype
     device: str
-    sequence_parallel: bool
+    sequence_parallel: bool = False
     reduce_input_grad: bool = True
 
     @classmethod
     def of(cls, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
         """Describe the call of a layer of kind "row" or "column", with x [..., K] and weight [N, K] of this rank."""
-        options = {"sequence_parallel": False, **options}
         rows, (n, k), dtype = x.shape[:-1].numel(), weight.shape, operand_dtype(weight)
-        return cls(kind=kind, rows=rows, n=n, k=k, dtype=dtype, device=x.device.type, **options)
+        return cls(kind, rows, n, k, dtype, x.device.type, **options)
 
     def passes(self, ranks: int) -> list[LayerOperator]:
         """Return the operators of forward and backward that have a collective."""

@@ -130,7 +130,8 @@ class Tuner:
         run the same chunks: sums over more than two ranks have the bits of their chunks.
         """
         known = self._known.setdefault(group, {})
-        if (case, backward) not in known:
+        settings = known.get((case, backward))
+        if settings is None:
             passes = [operator for operator in case.passes(group.size()) if backward or operator.run == "forward"]
             if not passes or not case.rows:
                 return self._unless_cut if _may_be_original(case, group) else self._settings
@@ -151,8 +152,9 @@ class Tuner:
             entries = [plan.entry_of(operator, case.dtype) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
             original = not cut and _may_be_original(case, group)
-            known[case, backward] = replace(self._unless_cut if original else self._settings, plan=plan)
-        return known[case, backward]
+            settings = replace(self._unless_cut if original else self._settings, plan=plan)
+            known[case, backward] = settings
+        return settings
 
     def exchange_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
         """Return the entry of an exchange around parts, or None; every rank of `group` calls this alike."""

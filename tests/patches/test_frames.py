@@ -1,0 +1,94 @@
+"""What the host runs in a warm call of a layer: functions of this package, counted without a clock.
+
+On an accelerator the host has to stay ahead of the device; every function that it calls is some tenths of a
+microsecond of a small layer.
+"""
+
+import inspect
+import sys
+import threading
+from collections import Counter
+
+import torch
+from layers import Layers
+from pool import on_ranks
+
+import ascend_parallel
+
+# Kind and sequence parallelism -> the most functions of this package in forward and in backward, with 4 chunks.
+MOST = {
+    ("RowParallelLinear", False): (70, 40),
+    ("ColumnParallelLinear", False): (45, 75),
+    ("RowParallelLinear", True): (150, 90),
+    ("ColumnParallelLinear", True): (110, 190),
+}
+MOST_LEFT_WHOLE = 30
+
+
+def of_this_package(frame):
+    return str(frame.f_globals.get("__name__", "")).startswith("ascend_parallel.")
+
+
+def functions_of(run):
+    """Return the functions of this package that ``run()`` calls, also those that autograd's thread calls."""
+    called = Counter()
+
+    def look(frame, event, _):
+        if event == "call" and of_this_package(frame):
+            called[f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"] += 1
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return result, called
+
+
+def warm(layer, x):
+    for _ in range(3):
+        layer(x)[0].sum().backward()
+
+
+def made(layers, kind, sequence_parallel):
+    layer = layers.make(kind, (64, 96), config={"sequence_parallel": sequence_parallel})
+    rows = 64 if kind == "ColumnParallelLinear" and sequence_parallel else 128
+    return layer, torch.randn(rows, 2, 64 if kind == "ColumnParallelLinear" else 32, requires_grad=True)
+
+
+def in_words(called):
+    return f"{sum(called.values())}: " + ", ".join(f"{name} {count}" for name, count in called.most_common(12))
+
+
+@on_ranks(2)
+def test_a_warm_call_runs_few_functions_of_this_package(group):
+    with Layers(group.size()) as layers:
+        for (kind, sequence_parallel), (most_forward, most_backward) in MOST.items():
+            ascend_parallel.configure(num_chunks=4)
+            layer, x = made(layers, kind, sequence_parallel)
+            warm(layer, x)
+            (y, _), forward = functions_of(lambda layer=layer, x=x: layer(x))
+            dy = torch.ones_like(y)
+            _, backward = functions_of(lambda y=y, dy=dy: y.backward(dy))
+            assert 0 < sum(forward.values()) <= most_forward, (kind, sequence_parallel, in_words(forward))
+            assert 0 < sum(backward.values()) <= most_backward, (kind, sequence_parallel, in_words(backward))
+
+
+@on_ranks(2)
+def test_a_layer_that_is_left_whole_runs_fewer(group):
+    with Layers(group.size()) as layers:
+        for kind, sequence_parallel in MOST:
+            ascend_parallel.configure(auto=True)
+            layer, x = made(layers, kind, sequence_parallel)
+            warm(layer, x)
+            ascend_parallel.ops.COUNTS.clear()
+            _, called = functions_of(lambda layer=layer, x=x: layer(x))
+            assert not ascend_parallel.ops.COUNTS.as_dict()
+            assert 0 < sum(called.values()) <= MOST_LEFT_WHOLE, (kind, sequence_parallel, in_words(called))
+
+
+def test_functions_of_this_package_are_counted():
+    _, called = functions_of(lambda: inspect.unwrap(ascend_parallel.Settings)(num_chunks=2).enabled)
+    assert called
