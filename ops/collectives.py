@@ -84,10 +84,10 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         return Gathers(gathered, [gathered], [whole], in_place=False)
     if way == CHUNK_MAJOR:
         buffers = torch.split_with_sizes(x_shard_m.new_empty(ranks * m, k), [ranks * size for size in sizes])
-        gathered = x_shard_m.new_empty(ranks, m, k) if keep else None
-        places = [None] * len(sizes) if gathered is None else torch.split_with_sizes(gathered, sizes, 1)
+        kept = x_shard_m.new_empty(ranks, m, k) if keep else None
+        places = [None] * len(sizes) if kept is None else torch.split_with_sizes(kept, sizes, 1)
         through = [functools.partial(_gather_and_place, *pair, group) for pair in zip(buffers, places, strict=True)]
-        return Gathers(gathered, [buffer.view(ranks, -1, k) for buffer in buffers], through, in_place=False)
+        return Gathers(kept, [buffer.view(ranks, -1, k) for buffer in buffers], through, in_place=False)
     gathered = x_shard_m.new_empty(ranks, m, k)
     rows = list(zip(*(torch.split_with_sizes(x_m, sizes) for x_m in gathered.unbind()), strict=True))
     starts: Sequence[StartGather]

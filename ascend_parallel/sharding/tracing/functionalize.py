@@ -340,7 +340,7 @@ def _is_unchanged(node: torch.fx.Node, source: torch.fx.Node) -> bool:
 
 
 def _drops_nothing(node: torch.fx.Node) -> bool:
-    return node.target in DROPOUTS and (node.args[1] == 0 or not node.args[2])
+    return node.target in DROPOUTS and bool(node.args[1] == 0 or not node.args[2])
 
 
 def _written_argument(node: torch.fx.Node) -> torch.fx.Node | None:
