@@ -1,4 +1,7 @@
-"""Run a call of a tensor-parallel linear layer of a framework that keeps gradients in `.grad`, as torch does."""
+"""Run a call of a framework's tensor-parallel linear layer: overlapped, checked beside the original, or timed.
+
+A replaced forward describes its call as a `LinearCall` and hands it to `run_linear`, whichever framework it is of.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from ascend_parallel.ops.module_weight import ModuleWeight
+from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
 from ascend_parallel.overlap.linear import run_column, run_module_row, run_row
 from ascend_parallel.overlap.own_matmul import enter_column, leave_row
+from ascend_parallel.overlap.quantised import quantised_row_linear
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
@@ -29,7 +34,7 @@ from ascend_parallel.patches.framework import Framework
 LEAST_ROWS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that takes three times as long to make, and each call makes one
 class LinearCall:
     """A call of a layer.
 
@@ -38,17 +43,19 @@ class LinearCall:
     x
         [..., K] for a column layer, [..., K / R] for a row layer.
     weight, bias
-        What this rank multiplies with, [N / R, K] or [N, K / R], and adds, [N / R] or [N]; None: no bias.
+        What this rank multiplies with, [N / R, K] or [N, K / R], and adds, [N / R] or [N]; None: no bias. The weight of
+        a row layer may be in int8.
     parameter
         The module's own weight.
     original
-        The framework's own forward, which takes x alone.
+        The framework's own forward, which takes x alone, and returns what the framework's callers expect.
     sequence_dim
         With sequence parallelism the dimension of x that ranks share, 0 or 1; None: without.
     added
         Whether the framework multiplies and then adds the bias; otherwise it calls torch.nn.functional.linear.
-    finish
-        What the framework does with the output of the layer, such as a gather of its features; `original` does it too.
+    enter, finish
+        What the framework does with x before the layer, such as a scatter of its features, and with the output after
+        it, such as a gather, or a bias beside it; `original` does it too. None: nothing.
     x_dtensor
         The DTensor whose local tensor x is; None: x is a tensor of its own.
     own_matmul
@@ -57,21 +64,35 @@ class LinearCall:
     module_weight
         Of a row layer that multiplies with a kernel of its own, which adds this rank's part of the bias, and has no
         backward. Of `weight` the shape, dtype and device count then. None: the layer multiplies with `weight`.
+    reduce_input_grad
+        Whether the input gradient of a column layer is summed over the ranks.
+    parts
+        The features of each part of a fused weight on this rank, as of `column_linear`.
+    weight_gradient
+        Returns where the weight gradient goes, given what observes the start of the backward; None: to `.grad`.
+    beside
+        Puts a checked call beside the framework's own forward; None: the forward runs on the module, which gets the
+        weight of the check.
     """
 
     layer: Any
     kind: str
     x: torch.Tensor
-    weight: torch.Tensor
+    weight: Any
     bias: torch.Tensor | None
     parameter: torch.Tensor
-    original: Callable[[torch.Tensor], torch.Tensor]
+    original: Callable[[torch.Tensor], Any]
     added: bool = False
     sequence_dim: int | None = None
-    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    enter: Callable[[torch.Tensor], torch.Tensor] | None = None
+    finish: Callable[[torch.Tensor], Any] | None = None
     x_dtensor: DTensor | None = None
     own_matmul: Callable[[torch.Tensor], torch.Tensor] | None = None
     module_weight: ModuleWeight | None = None
+    reduce_input_grad: bool = True
+    parts: tuple[int, ...] = ()
+    weight_gradient: Callable[[Begin | None], WeightGradient] | None = None
+    beside: Callable[[CheckedLinear, Callable[[Begin | None], Any]], CheckedCall] | None = None
 
     @property
     def dtensors(self) -> tuple[DTensor | None, DTensor | None]:
@@ -81,18 +102,20 @@ class LinearCall:
     @property
     def options(self) -> dict[str, Any]:
         """The options of the call that the tuner distinguishes."""
-        return {} if self.sequence_dim is None else {"sequence_parallel": True}
+        found: dict[str, Any] = {} if self.sequence_dim is None else {"sequence_parallel": True}
+        return found if self.reduce_input_grad else {**found, "reduce_input_grad": False}
 
 
-def run_linear(framework: Framework, call: LinearCall) -> torch.Tensor:
-    """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks."""
+def run_linear(framework: Framework, call: LinearCall) -> Any:
+    """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks.
+
+    With `finish` the output is what that returns, as what `original` returns is.
+    """
     if (verifier := framework.verifier) is not None and call.module_weight is None:
-        y: torch.Tensor = framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
-    elif framework.region_choice.undecided:
-        y = framework.timed(call.layer, call.x, lambda: _run(framework, call))
-    else:
-        y = _run(framework, call)
-    return y
+        return framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
+    if framework.region_choice.undecided:
+        return framework.timed(call.layer, call.x, lambda: _run(framework, call))
+    return _run(framework, call)
 
 
 def too_few_rows(framework: Framework, call: LinearCall) -> bool:
@@ -110,14 +133,18 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
         layer=call.layer,
         kind=call.kind,
         x=call.x,
-        weight=call.weight,
+        weight=call.parameter if isinstance(call.weight, QuantisedWeight) else call.weight,
         group=group,
         settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
         sequence_parallel=call.sequence_dim is not None,
+        reduces=call.reduce_input_grad,
     )
+    run = functools.partial(_run, framework, call)
+    if call.beside is not None:
+        return call.beside(linear, run)
     return linear.beside(
         functools.partial(_by_framework, call),
-        functools.partial(_run, framework, call),
+        run,
         backward_operands=functools.partial(_backward_operands, call, group.rank()),
     )
 
@@ -125,7 +152,8 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
 def _by_framework(call: LinearCall, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the output of the framework's own forward on x and the local weight."""
     with _weight_in_place(call, weight):
-        return call.original(x)
+        y: torch.Tensor = call.original(x)
+    return y
 
 
 @contextmanager
@@ -154,17 +182,21 @@ def _backward_operands(
     return {name: x.transpose(0, 1) if name == "input" else x for name, x in operands.items()}
 
 
-def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> torch.Tensor:
+def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> Any:
     """Run the call; a check observes the start of its backward."""
-    if call.own_matmul is not None:
-        return _around(framework, call, call.own_matmul)
     layer = layer_of(framework, call, begin)
     if layer is None:
         return call.original(call.x)
     if call.module_weight is not None:
         return run_module_row(call.x, call.module_weight, layer)
-    x = swapped(call.x) if call.sequence_dim == 1 else call.x
-    if call.kind == "column":
+    x = call.x if call.enter is None else call.enter(call.x)
+    if call.own_matmul is not None:
+        y = _around(framework, call, x, layer, call.own_matmul)
+        return y if call.finish is None else call.finish(y)
+    x = swapped(x) if call.sequence_dim == 1 else x
+    if isinstance(call.weight, QuantisedWeight):
+        y = _run_int8(x, call.weight, layer)
+    elif call.kind == "column":
         y = run_column(x, call.weight, call.bias, layer)
     else:
         y, bias = run_row(x, call.weight, layer), call.bias
@@ -185,37 +217,59 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
         return None
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
     direct = call.kind == "row" or call.added or shared or settings.at_every_degree or call.own_matmul is not None
-    x_dtensor, weight_dtensor = call.dtensors
+    if call.weight_gradient is not None:
+        weight_gradient = call.weight_gradient(begin)
+    else:
+        weight_gradient = BatchFirstWeightGradient(call.x.shape[0], begin) if batch_first else WeightGradient(begin)
     return ParallelLinear(
         group=group,
         settings=settings,
         sequence_parallel=shared,
-        weight_gradient=BatchFirstWeightGradient(call.x.shape[0], begin) if batch_first else WeightGradient(begin),
-        before_communicating=framework.confirm(group),
+        reduce_input_grad=call.reduce_input_grad,
+        weight_gradient=weight_gradient,
+        before_communicating=framework.unconfirmed(group),
         forward_wrapper=run_directly if direct else torch_linear(call),
         leaves_rows=framework.leaves_rows,
-        dtensors=(None if call.sequence_dim == 1 else x_dtensor, weight_dtensor),
+        dtensors=(
+            None if call.sequence_dim == 1 else call.x_dtensor,
+            call.parameter if isinstance(call.parameter, DTensor) else None,
+        ),
+        parts=call.parts,
     )
 
 
-def _around(framework: Framework, call: LinearCall, own_matmul: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run the collectives of the call around the program's own matmul."""
-    layer = layer_of(framework, call)
-    if layer is None:
-        return call.original(call.x)
-    checked = framework.verifier is not None  # a check looks for the gradients of the call's operands
-    own_weight = _weight_in_place(call, call.weight) if checked else nullcontext()
+def _run_int8(x: torch.Tensor, weight: QuantisedWeight, layer: ParallelLinear) -> torch.Tensor:
+    """Return the output of a row layer whose weight is in int8."""
+    return quantised_row_linear(
+        x,
+        weight,
+        group=layer.group,
+        settings=layer.settings,
+        sequence_parallel=layer.sequence_parallel,
+        before_communicating=layer.before_communicating,
+    )
+
+
+def _around(
+    framework: Framework,
+    call: LinearCall,
+    x: torch.Tensor,
+    layer: ParallelLinear,
+    own_matmul: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Run the collectives of a call with input x around the program's own matmul."""
+    # A check looks for the gradients of the call's operands.
+    in_place = framework.verifier is not None and call.beside is None
+    own_weight = _weight_in_place(call, call.weight) if in_place else nullcontext()
     if call.kind == "column":
-        x = entered(call.x, call.weight, layer, call.sequence_dim)
+        x = entered(x, call.weight, layer, call.sequence_dim)
         with own_weight:
-            y = own_matmul(x)
-    else:
-        with torch._C.DisableTorchFunction():
-            x = whole(call.x)
-        with own_weight:
-            y = own_matmul(x)
-        y = left(y, x, call.weight, layer, call.sequence_dim)
-    return y if call.finish is None else call.finish(y)
+            return own_matmul(x)
+    with torch._C.DisableTorchFunction():
+        x = whole(x)
+    with own_weight:
+        y = own_matmul(x)
+    return left(y, x, call.weight, layer, call.sequence_dim)
 
 
 def entered(x: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, sequence_dim: int | None) -> torch.Tensor:

@@ -314,7 +314,8 @@ def row_forward(
     x: torch.Tensor, weight: Weight, layer: ParallelLinear, product: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sum over ranks of ``x @ w``, or this rank's rows; `product`, of any features, as in `OperatorCall`."""
-    layer.about_to_communicate()
+    if layer.before_communicating is not None:
+        layer.before_communicating()
     group, settings = layer.group, layer.settings
     (w, layout), given = _right(weight), x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
@@ -324,11 +325,13 @@ def row_forward(
         pending = start_matmul_all_reduce(
             given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
         )
-        return shaped(layer.result(pending), (*x.shape[:-1], features))
+        y = layer.result(pending) if layer.leaves_rows else pending.wait()
+        return shaped(y, (*x.shape[:-1], features))
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     pending = start_matmul_reduce_scatter(given, w, group, settings, layout=layout, parts=layer.parts, product=product)
-    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), features))
+    y = layer.result(pending) if layer.leaves_rows else pending.wait()
+    return shaped(y, scattered_shape(x.shape, group.size(), features))
 
 
 def _right(weight: Weight) -> tuple[Weight, str]:

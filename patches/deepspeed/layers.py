@@ -86,7 +86,8 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
             added=True,
             finish=_gather_of(self) if getattr(self, "gather_output", False) else None,
         )
-        return call.original(input) if too_few_rows(deepspeed, call) else run_linear(deepspeed, call)
+        y: torch.Tensor = call.original(input) if too_few_rows(deepspeed, call) else run_linear(deepspeed, call)
+        return y
 
     vars(forward)["ascend_parallel"] = deepspeed
     return forward

@@ -18,7 +18,7 @@ import importlib
 
 from ascend_parallel.patches.base import Patch, PatchSet, RepeatedFunction, version_tuple
 from ascend_parallel.patches.megatron.conflicts import FUNCTIONALS
-from ascend_parallel.patches.megatron.layers import Megatron, column_forward, row_forward
+from ascend_parallel.patches.megatron.layers import Megatron, make_column_forward, make_row_forward
 from ascend_parallel.settings import Settings
 
 LAYERS = "megatron.core.tensor_parallel.layers"
@@ -63,13 +63,13 @@ def patch_set(megatron: Megatron) -> PatchSet:
         [
             Patch(
                 target=f"{LAYERS}.ColumnParallelLinear.forward",
-                replacement=lambda original: column_forward(original, megatron),
+                replacement=lambda original: make_column_forward(original, megatron),
                 parameters=("self", "input_", "weight", "runtime_gather_output"),
                 reason="gathers under the matmul, reduces the input gradient under the backward's matmuls",
             ),
             Patch(
                 target=f"{LAYERS}.RowParallelLinear.forward",
-                replacement=lambda original: row_forward(original, megatron),
+                replacement=lambda original: make_row_forward(original, megatron),
                 parameters=("self", "input_"),
                 reason="reduces or scatters under the matmul, gathers the gradient under the backward's matmul",
             ),

@@ -17,7 +17,7 @@ from ascend_parallel.patches.check import CheckedCall, CheckedLinear, Gradient, 
 from ascend_parallel.patches.megatron.original import Forward, original_linear
 
 
-def beside_original(linear: CheckedLinear, original: Forward, run: Callable[[Begin | None], Any]) -> CheckedCall:
+def beside_original(linear: CheckedLinear, run: Callable[[Begin | None], Any], original: Forward) -> CheckedCall:
     """Return a call, which `run` runs, beside Megatron-core's own forward on a stand-in for the layer, x and weight."""
     by_original = functools.partial(original_linear, linear.layer, original)
     return linear.beside(by_original, run, gradients=WeightGradients(linear.layer, linear.weight))

@@ -86,12 +86,12 @@ def _refuse_shared_rows(module: Any) -> None:
         )
 
 
-def parts_of(layer: Any, weight: torch.Tensor, kind: str) -> tuple[int, ...]:
-    """Return the features of each packed part of a layer's weight on this rank: of [gate; up] two.
+def parts_of(layer: Any, weight: torch.Tensor) -> tuple[int, ...]:
+    """Return the features of each packed part of a column layer's weight on this rank: of [gate; up] two.
 
     Megatron packs queries, keys and values group by group, so that every rank's part is a run of whole groups.
     """
-    stride = getattr(layer.weight, "partition_stride", 1) if kind == "column" else 1
+    stride = getattr(layer._parameters.get("weight"), "partition_stride", 1)
     return (weight.shape[0] // stride,) * stride if stride > 1 else ()
 
 

@@ -1,7 +1,8 @@
 """The replacements of Megatron-core's ColumnParallelLinear.forward and RowParallelLinear.forward.
 
 If a replacement does not cover the layer or the call, the original runs, and rank 0 logs the reason once. Otherwise the
-replacement repeats the original's steps, with `run_column` or `run_row` in place of matmul and collective.
+replacement describes the call as a `LinearCall`: the original's steps before and after the layer, where the weight
+gradient goes, and what the check compares. `run_linear` runs it.
 Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the differences between versions.
 """
 
@@ -12,23 +13,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.quantised import QuantisedWeight
-from ascend_parallel.ops.unfinished import whole
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.layer import ParallelLinear
-from ascend_parallel.overlap.linear import run_column, run_row
-from ascend_parallel.overlap.own_matmul import enter_column, leave_row
-from ascend_parallel.overlap.quantised import int8_weight, quantised_row_linear
+from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
-from ascend_parallel.patches.check import CheckedLinear
 from ascend_parallel.patches.framework import ONE_RANK, Framework
+from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.megatron.built_classes import flag_of
 from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.conflicts import Originals, refuse_conflicts
@@ -88,7 +84,7 @@ class Megatron(Framework):
         return y
 
     def weight_gradient(
-        self, layer: Any, weight: torch.Tensor, begin: Begin | None, *, deferrable: bool
+        self, layer: Any, weight: torch.Tensor, begin: Begin | None, *, deferrable: bool = False
     ) -> MegatronWeightGradient:
         """Return where the layer's configuration sends its weight gradient."""
         defers = deferrable and layer.config.defer_embedding_wgrad_compute
@@ -185,9 +181,7 @@ class Megatron(Framework):
 
     def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
         """Return the tuner's description of a call; an int8 weight is not tuned."""
-        if not isinstance(weight, torch.Tensor):
-            return None
-        return Case.of(kind, x, weight, sequence_parallel=layer.sequence_parallel, **options)
+        return super().case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
 
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
@@ -214,32 +208,7 @@ class Megatron(Framework):
         return _deterministic(settings) if asked else settings
 
 
-class LayerCall(NamedTuple):
-    """A call of ColumnParallelLinear or RowParallelLinear that is covered.
-
-    kind
-        "column" or "row".
-    weight
-        The layer's own, or the one that the call was given, read once: a parametrised weight is recomputed at each
-        read. Or a row layer's int8 weight.
-    original
-        Runs Megatron-core's own forward on a layer, x and a weight, with the other arguments of this call.
-    around
-        Whether the collectives of the overlapped layer run around the original.
-    gathers_output
-        Whether the features of a column layer's output are gathered.
-    """
-
-    layer: Any
-    kind: str
-    x: torch.Tensor
-    weight: Any
-    original: OriginalForward
-    around: bool
-    gathers_output: bool = False
-
-
-def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
+def make_column_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``ColumnParallelLinear.forward``."""
 
     @functools.wraps(original)
@@ -251,22 +220,42 @@ def column_forward(original: OriginalForward, megatron: Megatron) -> Function:
     ) -> Output:
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
         used, reason = weight, megatron.left_alone(self)
-        if reason is None:
+        if reason is None:  # a parametrised weight is recomputed at each read: it is read once
             used, given, version = self.weight if weight is None else weight, weight is not None, megatron.version
             reason = uncovered_column(self, used, given=given, gathers_output=gathers, version=version)
             reason = reason or megatron.left_to_replaced(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
-        own = functools.partial(original, runtime_gather_output=runtime_gather_output)
-        call = LayerCall(self, "column", input_, used, own, megatron.around(self), gathers)
-        return _way(megatron, call, functools.partial(_column, megatron, call))()
+        assert used is not None
+        around = megatron.around(self)
+        call = LinearCall(
+            layer=self,
+            kind="column",
+            x=input_,
+            weight=used,
+            bias=None if self.skip_bias_add else self.bias,
+            parameter=used,
+            original=functools.partial(original, self, weight=used, runtime_gather_output=runtime_gather_output),
+            added=True,
+            sequence_dim=0 if self.sequence_parallel else None,
+            finish=functools.partial(_column_output, megatron, self, gathers),
+            own_matmul=functools.partial(_own_column, original, self, used) if around else None,
+            reduce_input_grad=bool(self.allreduce_dgrad or not (self.sequence_parallel or self.disable_grad_reduce)),
+            parts=parts_of(self, used),
+            weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if around else input_),
+        )
+        if megatron.verifier is not None:
+            own = functools.partial(original, runtime_gather_output=runtime_gather_output)
+            call.beside = functools.partial(beside_original, original=own)
+        output: Output = run_linear(megatron, call)
+        return output
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
 
 
-def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
+def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     @functools.wraps(original)
@@ -275,79 +264,76 @@ def row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
-        int8 = int8_weight(self)
-        used = self.weight if int8 is None else int8
-        call = LayerCall(self, "row", input_, used, lambda layer, x, _: original(layer, x), megatron.around(self))
-        return _way(megatron, call, functools.partial(_row, megatron, call))()
+        int8 = int8_weight(self) if "parametrizations" in self._modules else None
+        around = megatron.around(self) and int8 is None
+        weight: Any = self.weight if int8 is None or megatron.verifier is not None else None
+        call = LinearCall(
+            layer=self,
+            kind="row",
+            x=input_,
+            weight=weight if int8 is None else int8,
+            bias=None,
+            parameter=weight,
+            original=functools.partial(original, self),
+            sequence_dim=0 if self.sequence_parallel else None,
+            enter=None if self.input_is_parallel else functools.partial(_scattered, megatron, self),
+            finish=functools.partial(_row_output, megatron, self),
+            own_matmul=functools.partial(_own_row, original, self) if around else None,
+            weight_gradient=functools.partial(megatron.weight_gradient, self, weight) if int8 is None else None,
+        )
+        if megatron.verifier is not None:
+            own: OriginalForward = lambda layer, x, _: original(layer, x)  # noqa: E731
+            call.beside = functools.partial(beside_original, original=own)
+        output: Output = run_linear(megatron, call)
+        return output
 
     vars(forward)["ascend_parallel"] = megatron
     return forward
 
 
-def _way(megatron: Megatron, call: LayerCall, run: Callable[..., Output]) -> Callable[[], Output]:
-    """Return how a covered call runs, which `run` runs: plainly, or checked, or timed too."""
-    if megatron.verifier is not None:
-        run = functools.partial(_checked, megatron, call, run)
-    return functools.partial(megatron.timed, call.layer, call.x, run) if megatron.region_choice.undecided else run
-
-
-def _column(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> Output:
-    """Run a column layer; a check observes the start of its backward."""
-    layer, x = call.layer, call.x
-    group, settings = megatron.prepare(layer, "column", x, call.weight, reduce_input_grad=_reduces(layer))
-    if not settings.enabled:
-        return call.original(layer, x, call.weight)
-    if layer.config.defer_embedding_wgrad_compute and not call.around:
-        limit = layer.config.wgrad_deferral_limit
-        if limit == 0 or len(layer.embedding_activation_buffer) < limit:
-            layer.embedding_activation_buffer.append(x)
-    options = ParallelLinear(
-        group=group,
-        settings=settings,
-        sequence_parallel=layer.sequence_parallel,
-        reduce_input_grad=_reduces(layer),
-        weight_gradient=megatron.weight_gradient(layer, call.weight, begin, deferrable=True),
-        before_communicating=megatron.unconfirmed(group),
-        leaves_rows=megatron.leaves_rows,
-        parts=parts_of(layer, call.weight, "column"),
-    )
-    if call.around:
-        entered = enter_column(x, call.weight, options)
-        y, _ = call.original(_alone(layer), entered, call.weight, runtime_gather_output=False)
-    else:
-        y = run_column(x, call.weight, None if layer.skip_bias_add else layer.bias, options)
-    if call.gathers_output:
-        y = megatron.region("gather_from_tensor_model_parallel_region", y, group)
+def _column_output(megatron: Megatron, layer: Any, gathers: bool, y: torch.Tensor) -> Output:
+    """Return what a column layer returns: its features gathered if asked to, and the bias that others add."""
+    if gathers:
+        y = megatron.region("gather_from_tensor_model_parallel_region", y, megatron.group_of(layer))
     return y, layer.bias if layer.skip_bias_add else None
 
 
-def _row(megatron: Megatron, call: LayerCall, begin: Begin | None = None) -> Output:
-    """Run a row layer; a check observes the start of its backward."""
-    layer, x, weight = call.layer, call.x, call.weight
-    group, settings = megatron.prepare(layer, "row", x, weight)
-    if not settings.enabled:
-        return call.original(layer, x, weight)
-    if not layer.input_is_parallel:
-        assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
-        x = megatron.region("scatter_to_tensor_model_parallel_region", x, group)
-    options: dict[str, Any] = {"group": group, "settings": settings, "sequence_parallel": layer.sequence_parallel}
-    options["before_communicating"] = megatron.unconfirmed(group)
-    if isinstance(weight, QuantisedWeight):
-        y = quantised_row_linear(x, weight, **options)
-    else:
-        gradient = megatron.weight_gradient(layer, weight, begin, deferrable=False)
-        parallel = ParallelLinear(**options, weight_gradient=gradient, leaves_rows=megatron.leaves_rows)
-        if call.around:
-            product, _ = call.original(_alone(layer, bias=None, input_is_parallel=True), whole(x), weight)
-            y = leave_row(product, x, weight, parallel)
-        else:
-            y = run_row(x, weight, parallel)
+def _row_output(megatron: Megatron, layer: Any, y: torch.Tensor) -> Output:
+    """Return what a row layer returns: the sum with the bias, or beside it."""
     bias = layer.bias
-    if bias is not None and settings.at_every_degree:
-        bias = row_blocks(layer, group).expand(bias, y)
+    if bias is not None and megatron.settings.at_every_degree:
+        bias = row_blocks(layer, megatron.group_of(layer)).expand(bias, y)
     if layer.skip_bias_add:
         return y, bias
     return (y if bias is None else y + bias), None
+
+
+def _scattered(megatron: Megatron, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's features of a row layer's input."""
+    assert not layer.sequence_parallel, "Megatron-core's constructor refuses this"
+    return megatron.region("scatter_to_tensor_model_parallel_region", x, megatron.group_of(layer))
+
+
+def _column_gradient(
+    megatron: Megatron, layer: Any, weight: torch.Tensor, x: torch.Tensor | None, begin: Begin | None
+) -> MegatronWeightGradient:
+    """Return where the weight gradient goes; if it is deferred, keep x for it, as Megatron-core does. None: it does."""
+    config = layer.config
+    if config.defer_embedding_wgrad_compute and x is not None:
+        limit = config.wgrad_deferral_limit
+        if limit == 0 or len(layer.embedding_activation_buffer) < limit:
+            layer.embedding_activation_buffer.append(x)
+    return megatron.weight_gradient(layer, weight, begin, deferrable=True)
+
+
+def _own_column(original: OriginalForward, layer: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of a column layer's whole input by Megatron-core's own forward, or what replaced its parts."""
+    return original(_alone(layer), x, weight, runtime_gather_output=False)[0]
+
+
+def _own_row(original: OriginalForward, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of a row layer's own features; as `_own_column`."""
+    return original(_alone(layer, bias=None, input_is_parallel=True), x)[0]
 
 
 class _OneRank:
@@ -369,30 +355,6 @@ def _alone(layer: Any, **changed: Any) -> AttributeOverlay:
     return AttributeOverlay(layer, config=config, **parts, **changed)
 
 
-def _checked(megatron: Megatron, call: LayerCall, run: Callable[..., Output]) -> Output:
-    """Run a call; compare it with Megatron-core's own, which reads an int8 weight dequantised, if its check is due."""
-    layer, kind, x, weight, original, *_ = call
-    assert megatron.verifier is not None
-    options = {"reduce_input_grad": _reduces(layer)} if kind == "column" else {}
-    linear = CheckedLinear(
-        layer=layer,
-        kind=kind,
-        x=x,
-        weight=layer.weight if isinstance(weight, QuantisedWeight) else weight,
-        group=megatron.group_of(layer),
-        settings=lambda: megatron.settings_for(layer, kind, x, weight, **options),
-        sequence_parallel=layer.sequence_parallel,
-        reduces=not getattr(layer, "disable_grad_reduce", False),
-    )
-    output: Output = megatron.verifier.run(beside_original(linear, original, run))
-    return output
-
-
 @functools.lru_cache(maxsize=64)
 def _deterministic(settings: Settings) -> Settings:
     return replace(settings, deterministic=True, mode=settings.mode or 2)
-
-
-def _reduces(layer: Any) -> bool:
-    """Tell whether the input gradient of a column layer is summed, by the layer or by Megatron's input mapping."""
-    return bool(layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce))

@@ -84,26 +84,32 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         aliased = {"input": aliased_x, "weight": aliased_weight, "bias": bias, "gradient_accumulation_fusion": False}
         return layer._linear_forward_impl(**(call | aliased | {"grad_output_buffer": None})), None
 
-    reduces = bool(call["allreduce_dgrad"])
+    options = _options(call)
     linear = CheckedLinear(
         layer=layer,
         kind="column",
         x=x,
         weight=weight,
         group=megatron.group_of(layer),
-        settings=lambda: megatron.settings_for(layer, "column", x, weight, reduce_input_grad=reduces),
+        settings=lambda: megatron.settings_for(layer, "column", x, weight, **options),
         sequence_parallel=call["sequence_parallel"],
         reduces=not getattr(layer, "disable_grad_reduce", False),
     )
     run = functools.partial(_linear, layer, megatron, call)
-    y: torch.Tensor = megatron.verifier.run(beside_original(linear, original, run))
+    y: torch.Tensor = megatron.verifier.run(beside_original(linear, run, original))
     return y
+
+
+def _options(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call that the tuner distinguishes."""
+    reduces = bool(call["allreduce_dgrad"] or call["sequence_parallel"])
+    return {"sequence_parallel": call["sequence_parallel"], "reduce_input_grad": reduces}
 
 
 def _linear(layer: Any, megatron: Megatron, call: dict[str, Any], begin: Begin | None = None) -> torch.Tensor:
     """Run the layer's matmul and collective with the arguments of Megatron's linear function."""
-    x, weight, reduces = call["input"], call["weight"], bool(call["allreduce_dgrad"])
-    group, settings = megatron.prepare(layer, "column", x, weight, reduce_input_grad=reduces)
+    x, weight, options = call["input"], call["weight"], _options(call)
+    group, settings = megatron.prepare(layer, "column", x, weight, **options)
     if not settings.enabled:
         y: torch.Tensor = layer._linear_forward_impl(**call)
         return y
@@ -113,8 +119,7 @@ def _linear(layer: Any, megatron: Megatron, call: dict[str, Any], begin: Begin |
         call["bias"],
         group=group,
         settings=settings,
-        sequence_parallel=call["sequence_parallel"],
-        reduce_input_grad=reduces,
+        **options,
         before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),
     )
