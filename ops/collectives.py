@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import wait_limit, wait_within
+from ascend_parallel.process_groups import UNREAD, wait_limit, wait_within
 from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
@@ -95,18 +96,24 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         nothing = x_shard_m[:0]
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
-        tag, peers = _next_tag(group), [peer for peer in range(ranks) if peer != rank]
-        starts = [_receive(rows_c, peers, group, tag) for rows_c in rows]
+        tag, peers = _next_tag(group), [*range(rank), *range(rank + 1, ranks)]
+        limit = wait_limit(group, x_shard_m.device)
+        starts = [_receive(rows_c, peers, group, tag, limit) for rows_c in rows]
     return Gathers(gathered, rows, starts, in_place=True)
 
 
-def _receive(rows_c: Sequence[torch.Tensor], peers: Sequence[int], group: dist.ProcessGroup, tag: int) -> StartGather:
+def _receive(
+    rows_c: Sequence[torch.Tensor], peers: Sequence[int], group: dist.ProcessGroup, tag: int, limit: timedelta | None
+) -> StartGather:
     """Post the receives of a chunk on gloo, into the places of its peers' rows; the function sends this rank's."""
-    works = [dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+    works: list[Any] = []
+    for peer in peers:
+        works.append(dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag))
 
     def start(x_c: torch.Tensor) -> Work:
-        works.extend(dist.isend(x_c, group=group, group_dst=peer, tag=tag) for peer in peers)
-        return FinishingWork(works, _nothing, group, x_c)
+        for peer in peers:
+            works.append(dist.isend(x_c, group=group, group_dst=peer, tag=tag))
+        return FinishingWork(works, _nothing, group, x_c, limit)
 
     return start
 
@@ -145,11 +152,16 @@ class FinishingWork:
     tells_completion = False  # gloo's sends and receives are complete once they are waited for
 
     def __init__(
-        self, works: Sequence[Work | None], finish: Callable[[], object], group: dist.ProcessGroup, out: torch.Tensor
+        self,
+        works: Sequence[Work | None],
+        finish: Callable[[], object],
+        group: dist.ProcessGroup,
+        out: torch.Tensor,
+        limit: timedelta | None = UNREAD,
     ) -> None:
-        """Hold the works of `group`; `finish` writes the result, `out`."""
+        """Hold the works of `group`; `finish` writes the result, `out`. limit: as of `wait_limit`, if it is known."""
         self._works: Sequence[Any] = works
-        self._group, self._device = group, out.device
+        self._group, self._device, self._limit = group, out.device, limit
         self._finish: Callable[[], object] | None = finish
 
     def record_end(self, watch: Watch) -> None:
@@ -163,9 +175,9 @@ class FinishingWork:
     def wait(self) -> None:
         """Wait for the works and run the step; a second call does nothing."""
         if self._finish is not None:
-            limit = wait_limit(self._group, self._device) if self._works else None
-            for work in self._works:
-                wait_within(work, limit, self._group)
+            if self._limit is UNREAD and self._works:
+                self._limit = wait_limit(self._group, self._device)
+            wait_within(self._limit, self._group, *self._works)
             self._finish()
             self._finish = None
 
@@ -210,7 +222,12 @@ def _all_to_all_and_sum(sum_parts: SumParts, out_c: torch.Tensor, group: dist.Pr
 
 
 def _exchange_and_sum(
-    sum_parts: SumParts, out_c: torch.Tensor, received: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
+    sum_parts: SumParts,
+    out_c: torch.Tensor,
+    received: dict[int, torch.Tensor],
+    group: dist.ProcessGroup,
+    tag: int,
+    limit: timedelta | None,
 ) -> StartScatter:
     """Post the receives of a reduce-scatter for gloo: every rank sends each peer its slice, and sums the slices.
 
@@ -229,7 +246,7 @@ def _exchange_and_sum(
         for peer, part in received.items():
             works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
             parts[peer] = part
-        return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c)
+        return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c, limit)
 
     return start
 
@@ -281,9 +298,10 @@ def reduce_scatters(
     tag = _next_tag(group)
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
+    limit = wait_limit(group, out_m.device)
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
     return [
-        _exchange_and_sum(sum_parts, out_c, dict(zip(peers, parts, strict=True)), group, tag)
+        _exchange_and_sum(sum_parts, out_c, dict(zip(peers, parts, strict=True)), group, tag, limit)
         for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
     ]
 

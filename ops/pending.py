@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import LimitedWork, describe, listed, wait_limit, wait_within
+from ascend_parallel.process_groups import UNREAD, LimitedWork, describe, listed, wait_limit, wait_within
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,9 +25,6 @@ T = TypeVar("T")
 # Seconds for which a rank that saw a collective fail waits for the other ranks' sign of life.
 ROLL_CALL = 5
 
-
-# Stands for the limit of waits, which the first collective of a result reads.
-_UNREAD = timedelta()
 
 # Computations that nobody needs yet: a wait whose collective is not done runs them first.
 IDLE_WORK: deque[Callable[[], object]] = deque()
@@ -59,7 +56,7 @@ class Pending:
         self.group = group
         self._count = count
         self._works: list[Work | None] = []  # None: waited for
-        self._limit: timedelta | None = _UNREAD
+        self._limit: timedelta | None = UNREAD
         self._recorded = None if RECORDING.recorder is None else RECORDING.communication(operator, group, tensor)
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
@@ -69,7 +66,7 @@ class Pending:
         except RuntimeError as error:
             raise self._failure(len(self._works), error) from error
         assert work is not None, "this rank is not a member of the group"
-        if self._limit is _UNREAD and isinstance(work, dist.Work):
+        if self._limit is UNREAD and isinstance(work, dist.Work):
             self._limit = wait_limit(self.group, self.tensor.device)
         self._works.append(work)
 
@@ -101,11 +98,11 @@ class Pending:
             return
         try:
             if self._recorded is None and isinstance(work, dist.Work):
-                wait_within(work, self._limit, self.group)
+                wait_within(self._limit, self.group, work)
             elif self._recorded is None:
                 work.wait()
             else:
-                self._recorded.wait(index, functools.partial(wait_within, work, self._limit, self.group))
+                self._recorded.wait(index, functools.partial(wait_within, self._limit, self.group, work))
         except RuntimeError as error:
             raise self._failure(index, error) from error
         if self._works:  # work beside the wait may have waited for all
@@ -151,7 +148,7 @@ class Pending:
             if work is None:
                 continue
             with suppress(RuntimeError):  # the caller raises the first error
-                wait_within(work, self._limit, self.group)
+                wait_within(self._limit, self.group, work)
         self._works.clear()
 
     def _failure(self, index: int, error: RuntimeError) -> CollectiveError:

@@ -45,6 +45,10 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+# Stands for the limit of a wait that has not been read.
+UNREAD = timedelta()
+
+
 def wait_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the time for which `wait_within` waits for works of `group` on tensors of `device`; None: the backend's.
 
@@ -59,21 +63,22 @@ def wait_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return min(limit, getattr(getattr(group._get_backend(device), "options", None), "_timeout", None) or limit)
 
 
-def wait_within(work: Any, limit: timedelta | None, group: dist.ProcessGroup) -> None:
-    """Wait for a work of `group`; raise `RuntimeError` after `limit`, and close the group's connections, as gloo does.
+def wait_within(limit: timedelta | None, group: dist.ProcessGroup, *works: Any) -> None:
+    """Wait for works of `group`; raise `RuntimeError` after `limit`, and close the group's connections, as gloo does.
 
     A work that is a wrapper of this package has limits for the works inside.
     """
-    if limit is None or not isinstance(work, dist.Work):
-        work.wait()
-        return
-    try:
-        work.wait(limit)
-    except RuntimeError as error:
-        if work.is_completed():  # it failed by itself
-            raise
-        _close_connections(group)
-        raise RuntimeError(f"no answer within {limit.total_seconds():g} s") from error
+    for work in works:
+        if limit is None or not isinstance(work, dist.Work):
+            work.wait()
+            continue
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            if work.is_completed():  # it failed by itself
+                raise
+            _close_connections(group)
+            raise RuntimeError(f"no answer within {limit.total_seconds():g} s") from error
 
 
 class LimitedWork:
@@ -86,7 +91,7 @@ class LimitedWork:
 
     def wait(self) -> None:
         """Wait for the work, no longer than the limit."""
-        wait_within(self._work, self._limit, self._group)
+        wait_within(self._limit, self._group, self._work)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:

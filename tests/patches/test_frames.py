@@ -19,8 +19,8 @@ import ascend_parallel
 MOST = {
     ("RowParallelLinear", False): (70, 40),
     ("ColumnParallelLinear", False): (45, 75),
-    ("RowParallelLinear", True): (150, 90),
-    ("ColumnParallelLinear", True): (110, 190),
+    ("RowParallelLinear", True): (145, 120),
+    ("ColumnParallelLinear", True): (130, 190),
 }
 MOST_LEFT_WHOLE = 34
 
