@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ascend_parallel.cli.options import MINDFORMERS
 from ascend_parallel.cli.output import errors, needed, needs_folder, needs_sharding, progress_console
@@ -114,7 +115,8 @@ def plan_training(
         return
     if run is not None:
         typer.echo(f"{run.report()}\n")
-    typer.echo(text(found))
+    terminal = Console()
+    typer.echo(text(found, terminal.width if terminal.is_terminal else None))
     for candidate, size in zip(found.best, planned.too_large, strict=False):
         typer.echo(f"left out: {candidate}; planned as a whole it needs {size_of(size)}")
     typer.echo(f"the plan of the whole model: {size_of(planned.memory)} a rank, without buffers")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.text.tables import FittedTable, terminal_table
 
 if TYPE_CHECKING:
     from ascend_parallel.diagnostics.timeline.merge import MergedTimeline
@@ -79,20 +78,16 @@ def _show(merged: MergedTimeline, written: Sequence[Path], missing: Sequence[str
         out.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[Row]) -> FittedTable:
     from ascend_parallel.diagnostics.timeline.merge import cell, columns
 
     silent = sum(not row.comm and row.comm is not None for row in rows)
     others = f"; {silent} passes without communication are in the report" if silent else ""
-    shown = Table(title=f"{title}: medians in ms{others}", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("layer", "pass", "chunks"):
-        shown.add_column(name, overflow="fold")
     figures = columns(rows)
-    for name, *_ in figures:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        if row.comm == 0:
-            continue
-        cells = [cell(value(row), form) for _, value, form, _ in figures]
-        shown.add_row(row.layer, row.direction, row.kernel, *cells)
-    return shown
+    cells = [
+        (row.layer, row.direction, row.kernel, *(cell(value(row), form) for _, value, form, _ in figures))
+        for row in rows
+        if row.comm != 0
+    ]
+    heads = ("layer", "pass", "chunks", *(name for name, *_ in figures))
+    return terminal_table(f"{title}: medians in ms{others}", heads, cells, right=range(3, len(heads)))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ascend_parallel.text import size_of
+from ascend_parallel.text.tables import stacked
 from ascend_parallel.training.degrees.evaluation import StepBreakdown
 from ascend_parallel.training.degrees.search import Candidate, SearchResult
 
@@ -40,13 +41,16 @@ WORDS = {
 NAMED = 0.001
 
 
-def text(found: SearchResult) -> str:
-    """Return the ten best with their reasons, the parts of the best, and what does not fit, in lines."""
+def text(found: SearchResult, width: int | None = None) -> str:
+    """Return the ten best with their reasons, the parts of the best, and what does not fit, in lines.
+
+    width: of the terminal; where the table is wider, its rows are stacked. None: no limit.
+    """
     lines = [
         f"{found.ranks} ranks of {found.hardware}, {size_of(found.limit)} each, a batch of {found.rows} rows: "
         f"{found.considered} choices, {found.timed} timed",
         "",
-        *_table(_rows(found)),
+        *_table(_rows(found), width),
         "",
         "best, on the rank with the most work: "
         + ", ".join(f"{WORDS[name]} {seconds:.4g} s" for name, seconds in vars(found.best[0].parts).items()),
@@ -161,7 +165,11 @@ def _section(name: str, table: Mapping[str, Any]) -> str:
     return "\n".join(["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())])
 
 
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _table(rows: list[tuple[str, ...]], width: int | None) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if width is None or max(map(len, lines)) <= width:
+        yield from lines
+        return
+    heads, *others = rows
+    yield from stacked(heads, others, width)

@@ -7,9 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ascend_parallel.text.tables import terminal_table
+from ascend_parallel.text.tables import FittedTable, terminal_table
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.published import SCHEDULES, percent
 
@@ -39,7 +38,7 @@ def show_published(comparison: Mapping[str, Any], console: Console) -> None:
         console.print(f"- {words}", markup=False, highlight=False)
 
 
-def _gains(comparison: Mapping[str, Any]) -> Table:
+def _gains(comparison: Mapping[str, Any]) -> FittedTable:
     rows = []
     for model, case in _cases(comparison):
         gains = [percent(case["gains"][name]) for name in SCHEDULES]
@@ -50,7 +49,7 @@ def _gains(comparison: Mapping[str, Any]) -> Table:
     return terminal_table("gain of a training step, published and predicted", heads, rows, right=numbers)
 
 
-def _chunks(comparison: Mapping[str, Any]) -> Table:
+def _chunks(comparison: Mapping[str, Any]) -> FittedTable:
     rows, heads = [], ["model", "mode"]
     for model, case in _cases(comparison):
         heads[2:] = case["chunks"]
@@ -60,7 +59,7 @@ def _chunks(comparison: Mapping[str, Any]) -> Table:
     return terminal_table(title, heads, rows, right=range(2, len(heads)))
 
 
-def _grid(comparison: Mapping[str, Any]) -> Table:
+def _grid(comparison: Mapping[str, Any]) -> FittedTable:
     rows, heads = [], ["model", "mode", "batch"]
     for model, case in _cases(comparison):
         for micro_batch, points in groupby(case["grid"], key=lambda point: point["micro_batch"]):
@@ -70,7 +69,7 @@ def _grid(comparison: Mapping[str, Any]) -> Table:
     return terminal_table('"best" / "bound, fused" by sequence', heads, rows, right=range(2, len(heads)))
 
 
-def _causes(comparison: Mapping[str, Any]) -> Table:
+def _causes(comparison: Mapping[str, Any]) -> FittedTable:
     rows, heads = [], ["model", "mode", "as assumed"]
     for model, case in _cases(comparison):
         heads[3:] = case["causes"]

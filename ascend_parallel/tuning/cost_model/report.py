@@ -6,11 +6,10 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ascend_parallel.ops.problem import EXPERT_EXCHANGE
 from ascend_parallel.text import dtype_name, size_of
-from ascend_parallel.text.tables import terminal_table
+from ascend_parallel.text.tables import FittedTable, terminal_table
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import (
@@ -287,7 +286,7 @@ def _memory(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
     return vars(held) | {"total": held.total, "capacity": capacity, "fits": fits}
 
 
-def _calls_table(calls: list[dict[str, Any]]) -> Table:
+def _calls_table(calls: list[dict[str, Any]]) -> FittedTable:
     figures = ("m, k, n", "matmul", "comm", "serial", "best", "gain", "bound")
     rows = [
         (
@@ -306,7 +305,7 @@ def _calls_table(calls: list[dict[str, Any]]) -> Table:
     return terminal_table("per layer and direction, milliseconds", heads, rows, right=range(3, 3 + len(figures)))
 
 
-def _totals_table(prediction: dict[str, Any]) -> Table:
+def _totals_table(prediction: dict[str, Any]) -> FittedTable:
     heads = ("schedule", "forward", "backward", "layer's gain", "E_bound", "step", "step's gain", "tokens/s")
     rows = []
     for name in SCHEDULES:
