@@ -10,6 +10,8 @@ import sys
 from types import ModuleType
 
 PREFIXES = ("COC_", "USE_COC_")
+# Set by `ascend-parallel try` for the programs that it starts (diagnostics/step_record.py).
+TRIAL = "ASCEND_PARALLEL_TRIAL"
 # The modules that hold the layers of the frameworks (SEAMS of patches/applied.py).
 LAYERS = (
     "megatron.core.tensor_parallel.layers",
@@ -29,6 +31,8 @@ COC_FEATURES = (
 
 def register() -> None:
     """If a COC_ variable is set, register a hook that imports ascend_parallel right after the layers of a framework."""
+    if TRIAL in os.environ:
+        _record_steps()
     if not any(name.upper().startswith(PREFIXES) for name in os.environ):
         return
     try:
@@ -38,6 +42,25 @@ def register() -> None:
             wrapt.register_post_import_hook(_switch_on, module)
     except Exception as error:  # noqa: BLE001  raising here would break `import torch` for every program
         sys.stderr.write(f"ascend_parallel: overlap cannot be switched on by a variable alone: {error}\n")
+
+
+def _record_steps() -> None:
+    """Have every optimizer of torch tell its steps to the record of a trial."""
+    from torch.optim import optimizer
+
+    def before(stepping: optimizer.Optimizer, *_: object) -> None:
+        import ascend_parallel
+        from ascend_parallel.diagnostics.step_record import record_of_environment
+
+        record_of_environment().before(stepping, lambda: ascend_parallel.configure(timeline=None))
+
+    def after(stepping: optimizer.Optimizer, *_: object) -> None:
+        from ascend_parallel.diagnostics.step_record import record_of_environment
+
+        record_of_environment().after(stepping)
+
+    optimizer.register_optimizer_step_pre_hook(before)
+    optimizer.register_optimizer_step_post_hook(after)
 
 
 def _switch_on(imported: ModuleType) -> None:

@@ -20,6 +20,7 @@ from ascend_parallel.cli.predict import EXAMPLES, predict
 from ascend_parallel.cli.propagate import propagate, strategy
 from ascend_parallel.cli.report.command import report
 from ascend_parallel.cli.timeline import timeline
+from ascend_parallel.cli.try_overlap import try_overlap
 from ascend_parallel.version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
     help="Overlap the matmul and the collective of tensor-parallel linear layers.",
 )
 app.command(cls=Command)(doctor)
+app.command("try", cls=Command)(try_overlap)
 app.command(cls=Command)(explain)
 app.command(cls=Command, help=EXAMPLES)(predict)
 app.command(cls=Command)(bench)

@@ -35,8 +35,8 @@ def commands(group, path=()):
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
-# These start a script, whose own words follow: `ascend_parallel.__main__` reads them.
-STARTERS = [("run",), ("verify",)]
+# These start a script, whose own words follow.
+STARTERS = [("run",), ("verify",), ("try",)]
 OTHERS = [words for words in COMMANDS if words not in STARTERS]
 TIMED = ("--shape", "64,32,32", "--rounds", "3", "--chunks", "2", "--layer", "row")
 # A valid call of each command; {folder} is a temporary folder.

@@ -36,7 +36,7 @@ def test_losses_in_float32_are_shown_to_six_digits(page):
 
 @pytest.mark.slow
 def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
-    plain, status, overlapped, verified, seen = walk("examples/for_megatron_users/README.md", tmp_path)
+    plain, status, overlapped, verified, seen, tried = walk("examples/for_megatron_users/README.md", tmp_path)
     assert unshown(steps("examples/for_megatron_users/README.md")[0][1], plain) == []
     assert len(losses(plain)) == 4
     assert float(losses(plain)[-1]) < float(losses(plain)[0]) - 1
@@ -44,6 +44,7 @@ def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
     assert "overlap is on" not in plain
     assert "2 of 2 methods of megatron-core" in status
     assert "9 of 9 linear layers covered" in overlapped
+    assert "9 of 9 linear layers covered" in tried and "exposed " in tried
     assert "72 checks of 9 layers, 0 over the limit" in verified
     assert "matmul" in (tmp_path / "records" / "report.html").read_text()
 
