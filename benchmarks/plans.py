@@ -33,9 +33,8 @@ from ascend_parallel import Settings
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatter_single
 from ascend_parallel.sharding import ProcessMesh, ShardedModule, propagate, trace
 from ascend_parallel.sharding.graph import Graph
-from ascend_parallel.sharding.planner.operator_cost import PASSES
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.tuning.cost_model.cost import MOST_PROCESSOR
+from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, MOST_PROCESSOR
 from ascend_parallel.tuning.cost_model.hardware import Contention, Hardware, find_hardware
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "sharding"))
@@ -284,7 +283,11 @@ def measured_hardware(group: dist.ProcessGroup, rate: str | None) -> Hardware:
     return replace(
         known,
         matmul=replace(known.matmul, frequency=1024**3 / took["matmul"]),
-        memory=replace(known.memory, bandwidth=PASSES * ELEMENTWISE_BYTES / took["elementwise"], efficiency=1.0),
+        memory=replace(
+            known.memory,
+            bandwidth=(1 + ELEMENTWISE_BACKWARD) * ELEMENTWISE_BYTES / took["elementwise"],
+            efficiency=1.0,
+        ),
         collectives=replace(known.collectives, whole_gather=1.0, **fitted),  # type: ignore[arg-type]
         contention=Contention(collective=communicating, compute=computing * (1 - moving)),
         host=replace(known.host, launch=max(0.0, many - few) / (ISSUED[1] - ISSUED[0])),

@@ -21,6 +21,7 @@ from ascend_parallel.tuning.cost_model.hardware import (
     read_hardware,
 )
 from ascend_parallel.tuning.cost_model.tables import PlanningError, require
+from ascend_parallel.tuning.step_time.runtimes import MEGATRON, PLANNED, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from ascend_parallel.tuning.cost_model.mindformers import MindFormersRun
@@ -92,7 +93,19 @@ ExpertRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks tha
 ExpertTensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share each expert's width.")]
 Zero = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
 OverlapGradients = Annotated[
-    bool, typer.Option("--overlap-gradients", help="Sum gradients under the last backward, in buckets.")
+    bool | None,
+    typer.Option(
+        "--overlap-gradients/--no-overlap-gradients",
+        help="Sum gradients under backward, in buckets; default: as the runtime does.",
+    ),
+]
+RuntimeName = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime",
+        help=f"What runs the step: {', '.join(RUNTIMES)}; default: {PLANNED.name}, as plan-training plans it; with "
+        f"--gains {MEGATRON.name}: Megatron-core with fused operators.",
+    ),
 ]
 RecomputeLayers = Annotated[int, typer.Option(min=0, help="Layers of each stage that are recomputed; 0: all.")]
 Recompute = Annotated[str, typer.Option(help="Activation recompute: none, selective or full.")]
@@ -137,7 +150,8 @@ def predict(
     ep: ExpertRanks = 1,
     etp: ExpertTensorRanks = 1,
     zero: Zero = 0,
-    overlap_gradients: OverlapGradients = False,
+    overlap_gradients: OverlapGradients = None,
+    runtime: RuntimeName = None,
     recompute: Recompute = "none",
     recompute_layers: RecomputeLayers = 0,
     dtype: Dtype = None,
@@ -189,6 +203,7 @@ def predict(
                 recompute_layers=recompute_layers,
                 zero=zero,
                 overlap_gradients=overlap_gradients,
+                runtime=_runtime(runtime or (MEGATRON if gains else PLANNED).name),
             ),
             dtype=dtype_of(dtype or machine.dtype),
             tp=tp,
@@ -273,6 +288,11 @@ def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: 
     if link is not None:
         hardware = hardware.with_link(link)
     return hardware if launch_us is None else hardware.with_launch(launch_us * 1e-6)
+
+
+def _runtime(name: str) -> Runtime:
+    require("--runtime", name, name in RUNTIMES, ", ".join(RUNTIMES))
+    return RUNTIMES[name]
 
 
 def _model(name: str | None, path: Path | None) -> Model:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket, the default of torch's DistributedDataParallel."""
 FIRST_BYTES = 1 << 20
 """Size of the first bucket: it is smaller, so that communication begins early (torch/nn/parallel/distributed.py)."""
 

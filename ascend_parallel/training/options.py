@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
 DTYPES = ("bfloat16", "float16")
 LEVELS = ("O1", "O2")
@@ -139,7 +140,7 @@ class OverlapOptions:
 class CommFusion:
     """Join small collectives: gradients are summed in buckets of `bucket_mb` megabytes (10^6 bytes); 0: each alone."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: float = BUCKET_BYTES / 1e6
 
     def __post_init__(self) -> None:
         """Check the size."""

@@ -267,12 +267,18 @@ def test_the_plan_counts_and_prices_its_all_to_alls():
     ids=str,
 )
 def test_the_time_of_experts_is_that_of_their_matmuls(tokens, weights, rows):
-    """24 tokens, 2 experts each, 8 experts: 6 rows an expert, of all ranks."""
+    """24 tokens, 2 experts each, 8 experts: 6 rows an expert, of all ranks; with activations, and rows put in order."""
     call, _ = call_of(rule._operator._opoverload, *arguments())
     option = Option(((tokens,),) * 3 + ((weights,),) * 3, ((tokens,),))
     model = CostModel(find_hardware("910b"))
-    count = 3 * EXPERTS // (2 if weights == shard(0) else 1)
-    assert seconds(call, option, (2,), model) == 3 * count * model.matmul(rows, H, F_, 8)
+    own = EXPERTS // (2 if weights == shard(0) else 1)
+    once = own * (2 * model.matmul(rows, H, F_, 8) + model.matmul(rows, F_, H, 8))
+    wide = model.matmul(rows, F_, H, 8) + model.matmul(F_, rows, H, 8)  # gradients of the rows, and of a weight
+    narrow = model.matmul(rows, H, F_, 8) + model.matmul(H, rows, F_, 8)
+    tokens_here = 24 // (2 if tokens == shard(0) else 1)
+    moved = model.stream(8 * (3 * own * rows * F_ + 4 * 2 * tokens_here * H))
+    expected = once + own * (2 * wide + narrow) + 3 * moved
+    assert seconds(call, option, (2,), model) == pytest.approx(expected, rel=1e-12)
 
 
 class OfEachExpert(nn.Module):

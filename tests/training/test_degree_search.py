@@ -37,7 +37,7 @@ for folder in ("strategy", "sharding"):
 from gpt import GPT  # noqa: E402
 from small_models import Llama  # noqa: E402
 
-OF_OPERATORS = ("forward", "backward", "forward_sent", "backward_sent", "summed")
+OF_OPERATORS = ("forward", "backward", "forward_sent", "backward_sent")
 OF_OPERATORS += ("touched", "sent", "whole", "crossing")
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
 
@@ -163,7 +163,7 @@ def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp
     if dp == 1:
         assert predicted == pytest.approx(whole, rel=1e-5)
     else:  # the whole plan sums slices over cp, between a reduce-scatter and an all-gather over dp
-        assert whole < predicted < 1.25 * whole
+        assert whole * (1 - 1e-5) < predicted < 1.25 * whole
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def test_a_layer_in_turn_adds_experts_and_all_to_alls(ep, etp, inside):
     got, width = rows * 2 * ep * etp // 16, 128 // etp
     up, down = COSTS.matmul(got, 256, width, 2), COSTS.matmul(got, width, 256, 2)
     matmuls = 16 // ep * (2 * up + down)
+    wide = COSTS.matmul(got, width, 256, 2) + COSTS.matmul(width, got, 256, 2)  # gradients of the input and the weight
+    narrow = COSTS.matmul(got, 256, width, 2) + COSTS.matmul(256, got, width, 2)
+    backwards = 16 // ep * (2 * wide + narrow)
     activation = COSTS.stream(3 * 16 // ep * got * width * 2)
     around = COSTS.matmul(rows, 256, 16, 2) + COSTS.stream(4 * nbytes)
     sparse, dense = (
@@ -164,7 +167,7 @@ def test_a_layer_in_turn_adds_experts_and_all_to_alls(ep, etp, inside):
     act = dense.elementwise - sparse.elementwise
     forward, backward = sparse.forward(MEGATRON), sparse.backward(MEGATRON)
     assert forward == pytest.approx(dense.forward(MEGATRON) - mlp[0] - act + matmuls + activation + 2 * sent + around)
-    twice = 2 * (matmuls + activation + around)
+    twice = backwards + 2 * (activation + around)
     assert backward == pytest.approx(dense.backward(MEGATRON) - mlp[1] - 2 * act + twice + 2 * sent)
 
 

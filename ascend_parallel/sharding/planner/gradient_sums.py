@@ -13,16 +13,16 @@ from itertools import accumulate
 
 import torch
 
-from ascend_parallel.sharding.bucketing import BUCKET_BYTES, FIRST_BYTES, form_buckets
+from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, forward
-from ascend_parallel.sharding.planner.operator_cost import PASSES
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
-# The share of an operator's time that is backward.
-BACKWARD = (PASSES - 1) / PASSES
+# The share of an operator's time that is backward: two of a matmul's three products, about two of three passes else.
+BACKWARD = 2 / 3
 Readers = Mapping[Value, Sequence[tuple[str, int]]]
 """Of `Graph.readers`."""
 

@@ -11,24 +11,74 @@ from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, ALL_TO_ALL, MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import AllToAll, Reduction, experts, npu, own_collectives
-from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "npu_linear", "npu_bmmV2")
-# Backward of a matmul is two more matmuls of the same size; of a memory-bound operator, about two more passes.
-PASSES = 3
+# Attention is priced as a kernel that writes no scores, which devices have; what it keeps is counted so too
+# (`runtime/activation_memory.py`).
+ATTENTION = "scaled_dot_product_attention"
+# Operators whose results share the memory of their input: no bytes move. A reshape after a transpose copies.
+VIEWS = """
+    alias detach expand permute select slice split split_with_sizes chunk unbind squeeze t transpose unflatten unsqueeze
+    view
+"""
+FREE = frozenset(f"{VIEWS} flatten".split())
+# Readers of rows of a table: of the table only these rows are read.
+TABLES = ("embedding",)
+# Losses that write, in forward, as much as they read: the logarithms of the softmax, which backward reads.
+LOSSES = ("cross_entropy_loss",)
+
+
+def passes(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: CostModel) -> tuple[float, float]:
+    """Return the seconds of a rank's part of `call` under `option`, forward and backward, without its collectives."""
+    inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
+    outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
+    itemsize = call.outputs[0].dtype.itemsize if call.outputs else 0
+    attended = _attention(call, inputs)
+    if attended is not None:
+        forward = model.attention(*attended, itemsize)
+        return forward, ATTENTION_BACKWARD * forward
+    if call.operator == experts.OPERATOR:
+        moved = model.stream(itemsize * experts.moved_elements(call, inputs, option.inputs, mesh_shape))
+        forward, backward = moved, ELEMENTWISE_BACKWARD * moved
+        for count, product in experts.products(call, inputs, option.inputs, mesh_shape):
+            once, back = model.products(*product, itemsize)
+            forward, backward = forward + count * once, backward + count * back
+        return forward, backward
+    count, matmul = _matmuls(call, inputs, outputs, option.inputs, mesh_shape)
+    if matmul is not None:
+        forward, backward = model.products(*matmul, itemsize)
+        return count * forward, count * backward
+    if call.operator in FREE:  # the gradients of several parts of a tensor are joined
+        return 0.0, model.elementwise(2 * _bytes(call.inputs, inputs)) if len(outputs) > 1 else 0.0
+    read, written = _bytes(call.inputs, inputs), _bytes(call.outputs, outputs)
+    if call.operator in TABLES:
+        read = written
+    if call.operator in LOSSES:
+        return model.elementwise(2 * read), model.elementwise(2 * read)
+    forward = model.elementwise(read + written)
+    return forward, ELEMENTWISE_BACKWARD * forward
 
 
 def seconds(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: CostModel) -> float:
     """Return the time of a rank's part of `call` under `option`, forward and backward, without its collectives."""
-    inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
-    outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
-    count, matmul = _matmuls(call, inputs, outputs, option.inputs, mesh_shape)
-    if matmul is not None:
-        return PASSES * count * model.matmul(*matmul, call.outputs[0].dtype.itemsize)
-    shapes, metas = [*inputs, *outputs], [*call.inputs, *call.outputs]
-    return PASSES * model.stream(
-        sum(prod(shape) * meta.dtype.itemsize for shape, meta in zip(shapes, metas, strict=True))
-    )
+    return sum(passes(call, option, mesh_shape, model))
+
+
+def _bytes(metas: Sequence[TensorMeta], shapes: Sequence[Shape]) -> float:
+    return sum(prod(shape) * meta.dtype.itemsize for shape, meta in zip(shapes, metas, strict=True))
+
+
+def _attention(call: OpCall, inputs: Sequence[Shape]) -> tuple[float, int, int] | None:
+    """Return the pairs of queries and keys that attention computes, and their widths; None: no attention."""
+    if call.operator.startswith(npu.ATTENTION):
+        rows, width, keys = npu.attention_matmuls(call, inputs)
+        return rows * keys / (2 if npu.is_causal(call) else 1), width, width
+    if call.operator != ATTENTION:
+        return None
+    query, key, value = inputs[:3]
+    is_causal = call.kwargs.get("is_causal", call.args[5] if len(call.args) > 5 else False)
+    return prod(query[:-1]) * key[-2] / (2 if is_causal else 1), query[-1], value[-1]
 
 
 def amount(call: OpCall) -> float:
@@ -47,7 +97,7 @@ def _matmuls(
         first = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
         inner, columns = first[-1] if first else 1, outputs[0][-1] if outputs[0] else 1
         return 1, (max(prod(outputs[0]) // max(columns, 1), 1), max(inner, 1), max(columns, 1))
-    if name == "scaled_dot_product_attention":
+    if name == ATTENTION:
         query, key = inputs[0], inputs[1]
         return 2, (prod(query[:-1]), query[-1], key[-2])
     if name.startswith(npu.ATTENTION):

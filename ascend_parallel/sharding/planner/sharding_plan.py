@@ -15,10 +15,11 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
-from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes, optimizer_bytes
+from ascend_parallel.tuning.step_time.runtimes import WIDE
 
-# Bytes of optimizer state per parameter: Adam's two moments in fp32.
-ADAM = 8
+# Bytes of optimizer state per parameter: Adam's moments in fp32.
+ADAM = optimizer_bytes(WIDE, None)
 
 
 @dataclass(frozen=True)

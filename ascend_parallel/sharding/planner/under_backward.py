@@ -16,13 +16,13 @@ from statistics import fmean
 
 import numpy as np
 
-from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import PARAMETER
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs
 from ascend_parallel.sharding.planner.gradient_sums import BACKWARD, sums_of_gradients
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.search_tables import Interned
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
 # A plan whose time is within this share of the lower bound of all plans is good enough.
 CLOSE = 1e-3

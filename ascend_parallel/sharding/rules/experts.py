@@ -28,6 +28,7 @@ from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, largest_
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
 from ascend_parallel.sharding.rules.local import ExpertRanks, Part
 from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
+from ascend_parallel.tuning.cost_model.experts import SORT_ACCESSES
 
 NAME = "ascend_parallel_moe::mixture_of_experts"
 OPERATOR = "mixture_of_experts"
@@ -247,6 +248,24 @@ def matmuls(
     coming = tokens * prod(mesh_shape[dim] for dim in exchange_dims(layouts))
     rows = max(coming // call.inputs[UP].shape[0], 1)
     return experts * (len(inputs) - UP), (rows, inputs[UP][2], inputs[UP][1])
+
+
+def products(
+    call: OpCall, inputs: Sequence[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
+) -> tuple[tuple[int, tuple[int, int, int]], ...]:
+    """Return the products of `matmuls` apart: those into an expert's width, and the one back; how many of each."""
+    count, (rows, width, inner) = matmuls(call, inputs, layouts, mesh_shape)
+    experts = inputs[UP][0]
+    return (count - experts, (rows, width, inner)), (experts, (rows, inner, width))
+
+
+def moved_elements(
+    call: OpCall, inputs: Sequence[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
+) -> float:
+    """Return the elements that a rank's forward moves beside its matmuls: the activation, and rows put in order."""
+    count, (rows, _, inner) = matmuls(call, inputs, layouts, mesh_shape)
+    sent = prod(inputs[X][:-1]) * inputs[INDEX][-1]
+    return float(count * rows * inner + SORT_ACCESSES * sent * inputs[X][-1])
 
 
 def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> float:

@@ -20,6 +20,8 @@ from ascend_parallel.sharding.rules.reductions import along
 from ascend_parallel.sharding.rules.registry import OpPlacements, register_rule
 
 ATTENTION = "npu_fusion_attention"
+# Values of npu_fusion_attention's sparse_mode.
+CAUSAL = (2, 3)
 # The dimensions of batch, heads and sequence. In BSH and SBH the last dimension has the heads, one after the other. TND
 # has the sequences of a batch one after the other.
 BATCH_HEADS_SEQUENCE = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "BSH": (0, 2, 1), "SBH": (1, 2, 0), "TND": (None, 1, 0)}
@@ -97,6 +99,11 @@ def attention_matmuls(call: OpCall, inputs: Sequence[tuple[int, ...]]) -> tuple[
     whole = _shape(call, named, "query")
     width = whole[-1] // named["head_num"] if order in ("BSH", "SBH") else whole[-1]
     return max(prod(query) // width, 1), width, key[BATCH_HEADS_SEQUENCE.get(order, (0, 1, 0))[2]]
+
+
+def is_causal(call: OpCall) -> bool:
+    """Return whether an attention computes half of its scores: sparse_mode leftUpCausal or rightDownCausal."""
+    return arguments(call).get("sparse_mode") in CAUSAL
 
 
 def rms_norm(call: OpCall) -> list[OpPlacements]:

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall, Ref, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, with_placement
+from ascend_parallel.sharding.planner.operator_cost import ATTENTION, VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import experts
-from ascend_parallel.sharding.runtime.checkpointed_blocks import VIEWS, CheckpointedBlock, checkpointed_blocks
+from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tracing.functionalize import memory_of
@@ -37,9 +38,6 @@ class AutogradSaves:
     inputs: frozenset[int]
     outputs: frozenset[int]
     inside: int
-
-
-ATTENTION = "scaled_dot_product_attention"
 
 
 def attention_saves(call: OpCall) -> AutogradSaves:

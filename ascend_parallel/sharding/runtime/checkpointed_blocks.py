@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from ascend_parallel.sharding.graph import CALL, Node, Value
+from ascend_parallel.sharding.planner.operator_cost import VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import draws, experts
@@ -17,10 +18,6 @@ from ascend_parallel.sharding.runtime.recompute_config import (
     prefixes,
 )
 
-VIEWS = """
-    alias detach expand permute select slice split split_with_sizes chunk unbind squeeze t transpose unflatten unsqueeze
-    view
-"""
 # Operators of which autograd saves no tensor. At the end of a block they need not run again.
 NOTHING_SAVED = f"{VIEWS} add sub neg clone contiguous flatten reshape stack cat sum to _to_copy _unsafe_view"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import Layout
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -19,6 +18,7 @@ from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, with_
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
 NOT_OVERLAPPED = Settings(num_chunks=1)
 

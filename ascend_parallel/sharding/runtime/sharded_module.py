@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.settings import Settings, current_settings
-from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -33,6 +32,7 @@ from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.segments import SEGMENTS
 from ascend_parallel.sharding.tensor_shard import TensorShard
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
 # Operators that compute different results in training mode.
 MODE_DEPENDENT = ("dropout", "batch_norm", "instance_norm", "rrelu")

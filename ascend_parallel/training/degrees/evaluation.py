@@ -13,15 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ascend_parallel.sharding.layout import Shape
-from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import NONE, Numbers, OperatorCosts
 from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.gradients import WIDE, accumulated_bytes
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-from ascend_parallel.tuning.step_time.rank_bytes import RankBytes, optimizer_bytes, zero_bytes
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.replicas import ALL_REDUCE, ReplicatedState, Weights
+from ascend_parallel.tuning.step_time.runtimes import PLANNED
 from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
 from ascend_parallel.tuning.step_time.step import StepWork, time_after, time_step
 from ascend_parallel.tuning.step_time.timing import live
@@ -155,10 +156,6 @@ def _list(numbers: npt.NDArray[Any]) -> list[float]:
     return [float(number) for number in numbers]
 
 
-# Bytes of a bucket (`CommFusion`), and how many are in use at a time (docs/optimizer-parallel.md).
-BUCKET, BUCKETS = 25e6, 3
-
-
 @dataclass(frozen=True)
 class StepBreakdown:
     """Seconds of a step on the rank with the most work, by part; their sum is the step.
@@ -195,7 +192,7 @@ class Evaluation:
         self.planner, self._masters = planner, masters
         self.sums, self.recompute_rows = cache(stage_sums), cache(StageSums.recompute)
         self._at = cache(lambda shared: _At(self, shared))
-        self._end = cache(self._end_of)
+        self._state = cache(self._state_of)
 
     def at(self, degrees: Degrees) -> _At:
         """Return what degrees with other recompute and ZeRO stages share too."""
@@ -208,20 +205,17 @@ class Evaluation:
 
     def step_work(self, degrees: Degrees) -> StepWork:
         """Return what the ranks of a pipeline do in a step, for the step model (`tuning/step_time/step.py`)."""
-        at, (sums, buckets, gathers, optimizer) = self.at(degrees), self._end(_shared(degrees), degrees.zero_stage)
-        forward, backward = at.times(degrees)
-        return StepWork(
-            schedule=degrees.schedule,
-            micro_batches=degrees.micro_batches,
-            forward=forward.tolist(),
-            backward=backward.tolist(),
-            send=at.hop,
-            sums=sums.tolist(),
-            buckets=buckets,
-            under_backward=degrees.sums_under_backward,
-            gathers=gathers.tolist(),
-            optimizer=optimizer.tolist(),
-        )
+        forward, backward = self.times(degrees)
+        state = self.state(degrees)
+        return state.step_work(forward, backward, schedule=degrees.schedule, send=self.at(degrees).hop)
+
+    def state(self, degrees: Degrees) -> ReplicatedState:
+        """Return the parameters of the pipeline's ranks, and what the replicas share of them."""
+        return self._state(_shared(degrees), degrees.zero_stage)
+
+    def times(self, degrees: Degrees) -> tuple[Numbers, Numbers]:
+        """Return the seconds of forward and backward of each stage, with all that a micro-batch adds to them."""
+        return self.at(degrees).times(self.state(degrees), degrees)
 
     def parts(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
@@ -229,18 +223,21 @@ class Evaluation:
         times = time_step(work)
         least = self._least(degrees)  # a time that was extended may be too small
         seconds, total = max(times.pipeline, least), max(times.total, self.bound(degrees))
-        forward, backward = at.times(degrees)
+        (forward, backward), state = self.times(degrees), self.state(degrees)
         slowest, m = int(at.by_rank(forward + backward).argmax()), degrees.micro_batches
         costs, sums = at.work, at.sums
         tensor = m * at.by_rank(sums.sum(costs.forward_sent + costs.backward_sent))[slowest]
-        compute = m * at.by_rank(sums.sum(costs.forward + costs.backward) + at.accumulated)[slowest]
+        compute = m * at.by_rank(sums.sum(costs.forward + costs.backward) + state.accumulated)[slowest]
         recompute = m * at.by_rank(at.recompute(degrees).again)[slowest]
+        # What ZeRO 2 and 3 send beside each micro-batch, as far as it is not hidden.
+        alone = sum(at.stage_passes(degrees)) + state.accumulated
+        inside = m * at.by_rank(forward + backward - alone)[slowest]
         return StepBreakdown(
             compute=float(compute),
             tensor=float(tensor),
             recompute=float(recompute),
-            bubble=float(seconds - compute - tensor - recompute),
-            replicas=total - seconds - times.optimizer,
+            bubble=float(seconds - compute - tensor - recompute - inside),
+            replicas=float(total - seconds - times.optimizer + inside),
             optimizer=times.optimizer,
         )
 
@@ -250,7 +247,7 @@ class Evaluation:
         The first forward of rank r comes after those of r stages, and after its last backward come those of r stages.
         """
         at, m = self.at(degrees), degrees.micro_batches
-        forward, backward = at.times(degrees)
+        forward, backward = self.times(degrees)
         split = degrees.pp > 1 and degrees.schedule in SPLIT
         before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
         return float((m * at.by_rank(forward + backward) + before).max())
@@ -258,7 +255,7 @@ class Evaluation:
     def _least_ends(self, degrees: Degrees) -> list[float]:
         """Return a lower bound of the end of each rank's last backward: its first forward waits for earlier stages."""
         at, m = self.at(degrees), degrees.micro_batches
-        forward, backward = at.times(degrees)
+        forward, backward = self.times(degrees)
         before = np.concatenate(([0.0], np.cumsum(forward)))[: degrees.pp]
         return [float(end) for end in m * at.by_rank(forward + backward) + before]
 
@@ -281,15 +278,12 @@ class Evaluation:
         buffers = at.most_by_rank(at.sums.most(at.work.touched) + recompute.inside)
         if degrees.pp > 1:  # torch keeps a receive buffer for every micro-batch
             buffers = buffers + m * at.by_rank(at.sums.received)
-        gradient, stage = at.gradient_sizes(degrees), degrees.zero_stage
-        element = at.itemsizes, gradient, self._optimizer_sizes(at)
-        held = zero_bytes(at.elements, at.own if stage else at.elements, stage, element)
-        if degrees.dp > 1:
-            buffers = buffers + BUCKETS * np.minimum(BUCKET, at.ranks_of(at.elements * gradient))
-        if stage == 3:  # the running operator's parameter and its gradient, whole
+        state = self.state(degrees)
+        buffers = buffers + state.buffers
+        if degrees.zero_stage == 3:  # the running operator's parameter and its gradient, whole
             widest = (at.sums.held.astype(bool) * at.elements * at.itemsizes).max(axis=1)
             buffers = buffers + 2 * at.most_by_rank(widest)
-        return np.stack(np.broadcast_arrays(*map(at.ranks_of, held), activations, buffers))
+        return np.stack(np.broadcast_arrays(*state.held, activations, buffers))
 
     def fewest_layers(self, degrees: Degrees, limit: float, *, least: bool = False) -> Degrees | None:
         """Return the degrees with the fewest layers recomputed on each rank that fit; None: they do not fit.
@@ -326,37 +320,37 @@ class Evaluation:
         saved = work.kept[degrees.recompute].saved[work.sequence].sum()
         return float(saved / (degrees.replica * degrees.pp))
 
-    def _optimizer_sizes(self, at: _At) -> Numbers:
-        """Return the optimizer's bytes for each element of each parameter."""
-        return optimizer_bytes(at.itemsizes, np.maximum(at.itemsizes, WIDE) if self._masters else None)
+    def _state_of(self, shared: Degrees, zero_stage: int) -> ReplicatedState:
+        at, costs = self._at(shared), self.planner.costs(shared.dp, shared.replica)
 
-    def _end_of(self, shared: Degrees, stage: int) -> tuple[Numbers, list[int], Numbers, Numbers]:
-        """Return, by rank, the seconds of sums over ranks, their buckets, and the seconds of gathers and optimizer."""
-        at, m, dp = self._at(shared), shared.micro_batches, shared.dp
-        gradient = np.full_like(at.itemsizes, WIDE) if stage == 2 else at.gradient_sizes(shared)
-        whole, weights = at.ranks_of(at.elements * gradient), at.ranks_of(at.elements * at.itemsizes)
-        gathers = self._over_replicas(ALL_GATHER, weights, shared)
-        if stage <= 1:
-            sums = self._over_replicas(ALL_REDUCE, whole, shared)
-        elif stage == 2:  # each backward sums
-            sums = m * self._over_replicas(REDUCE_SCATTER, whole, shared)
-        else:  # forward and backward of each micro-batch gather, backward sums
-            sums = m * (2 * gathers + self._over_replicas(REDUCE_SCATTER, weights, shared))
-        sums = sums + at.by_rank(at.sums.sum(at.work.summed))
-        mine = at.own if stage and dp > 1 else at.elements
-        touched = 2 * self._optimizer_sizes(at) + gradient + at.itemsizes * (1 if self._masters else 2)
-        streamed = at.ranks_of(mine * touched)
-        optimizer = np.array([self.costs.stream(float(each)) for each in streamed])
-        return sums, _buckets(whole), gathers if stage in (1, 2) else np.zeros(shared.pp), optimizer
+        def collective(kind: str, nbytes: float) -> float:
+            return costs.seconds(kind, nbytes, 0)
 
-    def _over_replicas(self, kind: str, nbytes: Numbers, shared: Degrees) -> Numbers:
-        """Return the seconds of a collective over the replicas, in buckets, by rank."""
-        costs = self.planner.costs(shared.dp, shared.replica)
-        return np.array(
-            [
-                count * costs.seconds(kind, size / count, 0) if shared.dp > 1 else 0.0
-                for size, count in zip(nbytes, _buckets(nbytes), strict=True)
-            ]
+        inner = at.work.plan.costs
+
+        def weights_of(itemsize: int, summed_over: tuple[int, ...]) -> Weights:
+            alike = [(each.itemsize, each.summed_over) == (itemsize, summed_over) for each in at.work.parameters]
+            return Weights(
+                elements=np.asarray(at.sums.held @ np.where(alike, at.elements, 0.0), dtype=np.float64),
+                own=np.asarray(at.sums.held @ np.where(alike, at.own, 0.0), dtype=np.float64),
+                itemsize=itemsize,
+                replicas=shared.dp,
+                collective=collective,
+                around=[partial(_summed, inner, dim) for dim in summed_over],
+            )
+
+        kinds = sorted({(each.itemsize, each.summed_over) for each in at.work.parameters})
+        weights = [weights_of(*kind) for kind in kinds]
+        return ReplicatedState(
+            weights=weights,
+            ranks_of_stages=at.ranks.tolist(),
+            layers=at.sums.layers.tolist(),
+            micro_batches=shared.micro_batches,
+            zero_stage=zero_stage,
+            under_backward=shared.sums_under_backward,
+            masters=self._masters,
+            runtime=PLANNED,
+            stream=self.costs.stream,
         )
 
 
@@ -369,23 +363,23 @@ class _At:
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages
-        self._ranks = np.array(ranks)
+        self.ranks = np.array(ranks)
         inside = shared.pp * shared.replica * shared.dp <= evaluation.hardware.collectives.domain
         self.hop = evaluation.costs.send(self.sums.sent, inside=inside) if several else 0.0
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
         self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)
         self.own = np.array([_slice(parameter.shape, shared.dp) for parameter in parameters], dtype=float)
-        # Several micro-batches: each adds its gradients to their fp32 sums.
-        added = np.array([accumulated_bytes(int(size)) for size in self.itemsizes]) * self.elements
-        moved = self.sums.held @ added if shared.micro_batches > 1 else np.zeros(shared.stages)
-        self.accumulated = np.array([evaluation.costs.stream(float(size)) for size in moved])
         self.recompute_rows = partial(evaluation.recompute_rows, self.sums)
         self._times = cache(self._times_of)
 
-    def times(self, degrees: Degrees) -> tuple[Numbers, Numbers]:
+    def times(self, state: ReplicatedState, degrees: Degrees) -> tuple[Numbers, Numbers]:
+        """Return the seconds of forward and backward of each stage, with what a micro-batch sends and adds."""
+        return self._times(state, degrees.recompute, degrees.recompute_layers)
+
+    def stage_passes(self, degrees: Degrees) -> tuple[Numbers, Numbers]:
         """Return the seconds of forward and backward of each stage, with collectives and recompute."""
-        return self._times(degrees.recompute, degrees.recompute_layers)
+        return self._passes_of(degrees.recompute, degrees.recompute_layers)
 
     def recompute(self, degrees: Degrees) -> StageRecompute:
         """Return, by stage, what backward keeps and runs again."""
@@ -396,8 +390,8 @@ class _At:
         return self._counts(degrees.recompute_layers)
 
     def _counts(self, of_ranks: tuple[int, ...]) -> Counts:
-        everything = np.full(len(self._ranks), len(self.work.sequence))
-        return np.array(of_ranks)[self._ranks] if of_ranks else everything
+        everything = np.full(len(self.ranks), len(self.work.sequence))
+        return np.array(of_ranks)[self.ranks] if of_ranks else everything
 
     @property
     def layers_of_ranks(self) -> Numbers:
@@ -407,34 +401,28 @@ class _At:
     def by_rank(self, stages: Numbers) -> Numbers:
         """Return the sums over each rank's stages, the last dimension."""
         found = np.zeros((*stages.shape[:-1], self._shared.pp))
-        np.add.at(found.T, self._ranks, stages.T)
+        np.add.at(found.T, self.ranks, stages.T)
         return found
 
     def most_by_rank(self, stages: Numbers) -> Numbers:
         """Return the most of each rank's stages, the last dimension."""
         found = np.zeros((*stages.shape[:-1], self._shared.pp))
-        np.maximum.at(found.T, self._ranks, stages.T)
+        np.maximum.at(found.T, self.ranks, stages.T)
         return found
 
-    def ranks_of(self, parameters: Numbers) -> Numbers:
-        """Return, by rank, the sums of numbers given for each parameter."""
-        return self.by_rank(self.sums.held @ parameters)
+    def _times_of(self, state: ReplicatedState, kind: str, of_ranks: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+        return state.passes(*self._passes_of(kind, of_ranks))
 
-    def gradient_sizes(self, degrees: Degrees) -> Numbers:
-        """Return the bytes of each gradient's elements: several backwards accumulate 16 bits in fp32, ZeRO-2 too."""
-        wide = degrees.micro_batches > 1 or degrees.zero_stage == 2
-        return np.where((self.itemsizes == 2) & wide, WIDE, self.itemsizes)
-
-    def _times_of(self, kind: str, of_ranks: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+    def _passes_of(self, kind: str, of_ranks: tuple[int, ...]) -> tuple[Numbers, Numbers]:
         work, again = self.work, self.recompute_rows(kind).rows(self._counts(of_ranks)).again
         return (
             self.sums.sum(work.forward + work.forward_sent),
-            self.sums.sum(work.backward + work.backward_sent) + again + self.accumulated,
+            self.sums.sum(work.backward + work.backward_sent) + again,
         )
 
 
-def _buckets(nbytes: Numbers) -> list[int]:
-    return [max(1, ceil(size / BUCKET)) for size in nbytes]
+def _summed(costs: MeshCosts, dim: int, nbytes: float) -> float:
+    return costs.seconds(ALL_REDUCE, nbytes, dim)
 
 
 def ranges(paths: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from ascend_parallel.ops.registry import choose
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, OpCall, Value
 from ascend_parallel.sharding.layout import Layout, Shape, local_shape
-from ascend_parallel.sharding.planner.operator_cost import PASSES, seconds
+from ascend_parallel.sharding.planner.gradient_sums import summed_dims
+from ascend_parallel.sharding.planner.operator_cost import FREE, passes
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_TO_ALL, MeshCosts
@@ -57,11 +58,16 @@ class RecomputeCost:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as one rank of a replica holds it, and the operators that read it, by index."""
+    """A parameter as one rank of a replica holds it, and the operators that read it, by index.
+
+    summed_over
+        The mesh dimensions of the replica over which its gradient is summed, once in a step.
+    """
 
     shape: Shape
     itemsize: int
     readers: tuple[int, ...]
+    summed_over: tuple[int, ...]
 
     @property
     def elements(self) -> int:
@@ -79,8 +85,6 @@ class OperatorCosts:
         The operators of the whole model in running order, as indices.
     spans
         The layers of the whole model.
-    summed
-        Seconds of the sums of gradients over the replica's ranks, once in a step.
     touched
         Bytes that an operator's backward needs beside what was kept: gradients of its inputs and outputs.
     sent
@@ -99,7 +103,6 @@ class OperatorCosts:
     backward: Numbers
     forward_sent: Numbers
     backward_sent: Numbers
-    summed: Numbers
     touched: Numbers
     sent: Numbers
     whole: Numbers
@@ -127,20 +130,19 @@ def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings, ranks: 
     assert hardware is not None
     calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
     model = CostModel(hardware.of_slowest(ranks))
-    once = np.array([_seconds(plan, node, model) for node in calls])
+    forward, backward = np.array([_passes(plan, node, model) for node in calls]).reshape(-1, 2).T
     kinds = RECOMPUTE if folded.layers else (NONE,)
-    pricing = _Pricing(plan, calls, once / PASSES, model, settings)
+    pricing = _Pricing(plan, calls, (forward, backward), model, settings)
     first = (0,) * len(tuple(plan.mesh.shape))
     ranked = {kind: plan_for_rank(plan, first, settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
     kept = {kind: pricing.kept(rank_plan, kind == COLLECTIVES) for kind, rank_plan in ranked.items()}
     return OperatorCosts(
         plan=plan,
         sequence=folded.sequence,
-        forward=once / PASSES,
-        backward=once * (PASSES - 1) / PASSES,
+        forward=forward,
+        backward=backward,
         forward_sent=pricing.forward,
         backward_sent=pricing.backward,
-        summed=pricing.summed,
         touched=pricing.touched(),
         sent=np.array(crossing_bytes(folded.graph, calls, pricing.local_bytes)),
         whole=np.diff(np.array(work_done(calls, hardware)), prepend=0.0),
@@ -157,12 +159,18 @@ class _Pricing:
     """Attributes the costs of a plan to its operators, by index."""
 
     def __init__(
-        self, plan: ShardingPlan, calls: Sequence[Node], once: Numbers, model: CostModel, settings: Settings
+        self,
+        plan: ShardingPlan,
+        calls: Sequence[Node],
+        computed: tuple[Numbers, Numbers],
+        model: CostModel,
+        settings: Settings,
     ) -> None:
-        self._plan, self._calls, self._once = plan, calls, once
+        self._plan, self._calls, self._once = plan, calls, computed[0]
         self._place = {node.name: index for index, node in enumerate(calls)}
         self._shape = tuple(plan.mesh.shape)
-        self.forward, self.backward, self.summed = (np.zeros(len(calls)) for _ in range(3))
+        self.forward, self.backward = (np.zeros(len(calls)) for _ in range(2))
+        self._summed: dict[Value, tuple[int, ...]] = {}
         moved = {True: 0.0, False: 0.0}
         collectives = exposed_collectives(plan)
         for name, (ahead, back) in collectives.kernels.items():
@@ -175,13 +183,17 @@ class _Pricing:
             moved[held] += conversion.ahead.nbytes
             self.forward[at] += conversion.ahead.seconds
             # A replicated parameter's gradient is summed once, after the last micro-batch.
-            target = self.summed if held and not conversion.ahead.nbytes else self.backward
-            target[at] += back
+            if held and not conversion.ahead.nbytes:
+                dims = summed_dims(conversion.source, conversion.target)
+                self._summed[conversion.value] = tuple(sorted({*self._summed.get(conversion.value, ()), *dims}))
+            else:
+                self.backward[at] += back
         self.gathers_weights = moved[True] > moved[False]
         for name, steps in plan.op_collectives.items():
             call, place = plan.graph.nodes[name].call, self._place[name]
             if call is not None and call.name == experts.CALL:
-                ahead, back = exchange_seconds(call, plan.inputs[name], plan.costs, once[place], model, settings)
+                own = computed[0][place], computed[1][place]
+                ahead, back = exchange_seconds(call, plan.inputs[name], plan.costs, own, model, settings)
                 self.forward[place] += ahead
                 self.backward[place] += back
             else:
@@ -206,6 +218,8 @@ class _Pricing:
         found = np.zeros(len(self._calls))
         for index, node in enumerate(self._calls):
             for value in (*node.inputs, *node.values):
+                if node.call is not None and node.call.operator in FREE:
+                    continue
                 if value in self._plan.differentiable and self._plan.graph.nodes[value.node].kind == CALL:
                     found[index] += self.local_bytes(value)
             if self._exchanges(node.name):  # and the gradients of what its experts keep
@@ -221,7 +235,7 @@ class _Pricing:
                 (meta,), value = node.outputs, Value(node.name)
                 shape = local_shape(meta.shape, self._plan.layouts[value], self._shape, (0,) * len(self._shape))
                 places = tuple(self._place[name] for name, _ in readers[value])
-                found.append(Parameter(shape, meta.dtype.itemsize, places))
+                found.append(Parameter(shape, meta.dtype.itemsize, places, self._summed.get(value, ())))
         return tuple(found)
 
     def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
@@ -265,11 +279,17 @@ class _Pricing:
 
 
 def exchange_seconds(
-    call: OpCall, layouts: Sequence[Layout], costs: MeshCosts, once: float, model: CostModel, settings: Settings
+    call: OpCall,
+    layouts: Sequence[Layout],
+    costs: MeshCosts,
+    computed: tuple[float, float],
+    model: CostModel,
+    settings: Settings,
 ) -> tuple[float, float]:
     """Return what the exchange of a mixture adds to its experts' seconds, forward and backward.
 
-    once: the experts' forward. Groups of experts hide a part of the all-to-alls: as many as the settings ask for.
+    computed: the experts' forward and backward, half of which are weight gradients. Groups of experts hide a part of
+    the all-to-alls: as many as the settings ask for.
     """
     (dim,) = experts.exchange_dims(layouts)
     ahead, _, back, _ = experts.collectives(call, layouts, costs.shape)
@@ -279,16 +299,17 @@ def exchange_seconds(
     problem = Problem(EXPERT_EXCHANGE, count, width, width, dtype, model.hardware.device, ranks)
     sizes = choose(problem, settings).sizes
     found = []
-    for sent, passes, again in ((ahead, 1, 0.0), (back, PASSES - 1, once / weights)):
+    forward, half = computed[0], computed[1] / 2
+    for sent, compute, tail, again in ((ahead, forward, 0.0, 0.0), (back, half, half, half / weights)):
         work = ExchangeWork(
             experts=count,
             send=partial(_all_to_all, costs, dim, sent.nbytes),
-            compute=once,
-            tail=(passes - 1) * once,
+            compute=compute,
+            tail=tail,
             again=again,
             copy=model.stream(COPY_ACCESSES * sent.nbytes / ranks),
         )
-        found.append(in_groups(model, work, sizes).seconds - passes * once)
+        found.append(in_groups(model, work, sizes).seconds - compute - tail)
     return found[0], found[1]
 
 
@@ -296,7 +317,7 @@ def _all_to_all(costs: MeshCosts, dim: int, nbytes: float, share: float) -> floa
     return costs.seconds(ALL_TO_ALL, share * nbytes, dim)
 
 
-def _seconds(plan: ShardingPlan, node: Node, model: CostModel) -> float:
+def _passes(plan: ShardingPlan, node: Node, model: CostModel) -> tuple[float, float]:
     assert node.call is not None
     option = Option(plan.inputs[node.name], plan.output_layouts(node))
-    return seconds(node.call, option, tuple(plan.mesh.shape), model)
+    return passes(node.call, option, tuple(plan.mesh.shape), model)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.sharding.bucketing import BUCKET_BYTES
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.optimizer import checks, state
@@ -19,6 +18,7 @@ from ascend_parallel.training.optimizer.reduce_scatter import GradientReduceScat
 from ascend_parallel.training.optimizer.scaling import LossScale
 from ascend_parallel.training.optimizer.shares import all_reduce_gradients, gather_updates, global_norm, partitioned
 from ascend_parallel.training.optimizer.targets import OwnedParameter
+from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 
 _NO_SETTINGS = ("params", "param_names")
 

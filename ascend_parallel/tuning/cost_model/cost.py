@@ -18,6 +18,10 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
 from ascend_parallel.tuning.cost_model.hardware import Hardware, Steps
 
 GATHER = "all_gather"
+# Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
+ATTENTION_BACKWARD = 2.5
+# A memory-bound operator's backward reads and writes about twice what its forward does.
+ELEMENTWISE_BACKWARD = 2
 # Largest share of a rank's processor that moves data: the scheduler shares a core fairly between two threads.
 MOST_PROCESSOR = 0.5
 
@@ -29,6 +33,7 @@ class CostModel:
         """Take the numbers of `hardware`."""
         self.hardware = hardware
         self._chunks: dict[tuple[Problem, bool], dict[int, tuple[float, float]]] = {}
+        self._products: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self._stretches = _stretches(hardware)
 
     def matmul(
@@ -47,6 +52,27 @@ class CostModel:
         rows = min(ceil(across * ceil(m / high) / unit.cores) * high for high in _heights(m, unit.block_m))
         moved = item * (batches * m * k + k * n + batches * m * n)
         return unit.launch + max(rows * width * k / (self.rate(item) * utilisation), self.stream(moved))
+
+    def products(self, m: int, k: int, n: int, itemsize: int) -> tuple[float, float]:
+        """Return the time of ``[m, k] x [k, n]``, and of the gradients of both operands."""
+        key = m, k, n, itemsize
+        if key not in self._products:
+            backward = self.matmul(m, n, k, itemsize) + self.matmul(n, m, k, itemsize)
+            self._products[key] = self.matmul(m, k, n, itemsize), backward
+        return self._products[key]
+
+    def attention(self, pairs: float, key_width: int, value_width: int, itemsize: int) -> float:
+        """Return the time of a fused attention's forward, which writes no scores.
+
+        pairs: of a query with a key, of all heads; a causal kernel computes half of them.
+        """
+        unit, kernel = self.hardware.matmul, self.hardware.attention
+        macs = pairs * (max(key_width, kernel.least_head) + max(value_width, kernel.least_head))
+        return unit.launch + macs / (self.rate(itemsize) * unit.cores * kernel.utilisation)
+
+    def elementwise(self, moved: float) -> float:
+        """Return the time of an operator that is bound by the `moved` bytes of device memory."""
+        return self.stream(moved) + self.hardware.matmul.launch
 
     def utilisation(self, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the share of the peak that ``[m, k] x [k, n]`` reaches, from the operand bytes in use and from k."""

@@ -16,10 +16,10 @@ import numpy as np
 from ascend_parallel.ops.part_exchange import IN_FLIGHT
 from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
+from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import FORWARD, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model
-from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Estimate, Lanes, disturbed
+from ascend_parallel.tuning.cost_model.region import Estimate, Lanes, disturbed
 
 # The numbers of groups that schedules without a number of their own try (COC_PARALLEL_NUM=auto: the first three).
 GROUPS = (1, 2, 4, 8)
@@ -120,18 +120,25 @@ class ExpertsTime:
     def work(self, direction: str) -> ExchangeWork:
         """Return the pass's work: each expert's matmuls run by themselves, and its activation at the memory's speed.
 
-        Megatron-core's layers compute both gradients at once, so no weight gradient is put off.
+        Megatron-core's layers compute both gradients at once, so no weight gradient is put off. A planned model's
+        experts run the last group again, so that its weight gradients follow under the last all-to-all (docs/moe.md).
         """
         item, forward = self.batch.dtype.itemsize, direction == FORWARD
-        up = self.experts * self.costs.matmul(self.expert_rows, self.model.hidden, self.width, item)
-        down = self.experts * self.costs.matmul(self.expert_rows, self.width, self.model.hidden, item)
-        matmuls = (self.matrices - 1) * up + down
+        up = self.costs.products(self.expert_rows, self.model.hidden, self.width, item)
+        down = self.costs.products(self.expert_rows, self.width, self.model.hidden, item)
+        place = 0 if forward else 1
+        matmuls = self.experts * ((self.matrices - 1) * up[place] + down[place])
         accesses = self.matrices * self.experts * self.expert_rows * self.width
         activation = self.costs.stream(accesses * item) * (1 if forward else ELEMENTWISE_BACKWARD)
+        compute, tail = matmuls + activation, 0.0
+        if not forward and self.batch.single_operators:
+            compute = tail = compute / 2
         return ExchangeWork(
             experts=self.experts,
             send=self._send,
-            compute=(1 if forward else 2) * matmuls + activation,
+            compute=compute,
+            tail=tail,
+            again=tail / self.matrices,
             copy=self.costs.stream(COPY_ACCESSES * self._row_bytes),
         )
 
@@ -148,10 +155,12 @@ class ExpertsTime:
         around = (1 if direction == FORWARD else ELEMENTWISE_BACKWARD) * self.around
         work = self.work(direction)
         in_turn = work.in_turn + shared
+        if work.tail and self.batch.ep > 1:
+            in_turn = in_groups(self.costs, work, (self.experts,), 0.0).seconds + shared
         if schedule.name in ("in-turn", "megatron") or self.batch.ep == 1 or self.batch.etp > 1:
             return in_turn + around
         if schedule.name == "bound":
-            return max(work.compute + shared, self.all_to_alls) + around
+            return max(work.compute + work.tail + shared, self.all_to_alls) + around
         return min(self._in_groups(work, count, shared, in_turn) for count in self._counts(schedule)) + around
 
     def best_groups(self, direction: str) -> Sizes | None:

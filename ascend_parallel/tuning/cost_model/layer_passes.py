@@ -29,10 +29,10 @@ class LinearPass:
         self.costs, self.linear, self.direction = costs, linear, direction
         forward = direction == FORWARD
         self.problem: Problem | None = linear.problem(direction)
-        item = linear.dtype.itemsize
-        k, n = (linear.k, linear.n) if forward else (linear.n, linear.k)
-        self.matmul = costs.matmul(linear.m, k, n, item)
-        self.tail = 0.0 if forward else costs.matmul(linear.n, linear.m, linear.k, item)
+        m, k, item = linear.m, linear.k, linear.dtype.itemsize
+        widths = (linear.n,) if self.problem else linear.products  # products beside a collective run as one
+        self.matmul = sum(costs.matmul(m, *((k, n) if forward else (n, k)), item) for n in widths)
+        self.tail = 0.0 if forward else sum(costs.matmul(n, m, k, item) for n in widths)
         self.gathers_input = gathers_again and not forward and linear.kind == COLUMN and linear.sequence_parallel
 
     @property

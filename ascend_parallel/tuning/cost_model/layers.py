@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
 from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
-from ascend_parallel.tuning.cost_model.models import Batch, Linear, Model, head_linear, layer_linears
-from ascend_parallel.tuning.cost_model.region import ELEMENTWISE_BACKWARD, Elementwise, Region
+from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Linear, Model, head_linear, layer_linears
+from ascend_parallel.tuning.cost_model.region import Elementwise, Region
 
 RECOMPUTE = ("none", "selective", "full")
-# Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
-ATTENTION_BACKWARD = 2.5
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
 # activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
@@ -28,8 +26,20 @@ SOFTMAX_BYTES = {"cuda": (4 + 5, 5 + 6), "npu": (6 + 8 + 8 + 6, 6 + 12 + 8 + 6),
 # products, a negation, two concatenations and a sum, too. A gated activation (modellink/model/transformer.py,
 # modellink/core/transformer/mlp.py): "split" is chunk, silu or gelu, and a product, each through memory; "tanh" has
 # gelu's approximation by tanh, written out, in the place of gelu.
-EXTRA_ROTARY = {"fused": ((0, 0), (0, 0)), "sliced": ((2, 1), (4, 2)), "split": ((10, 5), (10, 6))}
-EXTRA_ACTIVATION = {"fused": ((0, 0), (0, 0)), "split": ((2, 1), (7, 3)), "tanh": ((18, 8), (32, 13))}
+# `TORCH` is what plan-training's model of a preset runs (training/degrees/transformer.py), with a backward of twice the
+# forward: x * cos + cat(-x2, x1) * sin, whose two halves join their gradients; silu, and a product.
+EXTRA_ROTARY = {
+    "fused": ((0, 0), (0, 0)),
+    "sliced": ((2, 1), (4, 2)),
+    "split": ((10, 5), (10, 6)),
+    TORCH: ((8, 4), (18, 10)),
+}
+EXTRA_ACTIVATION = {
+    "fused": ((0, 0), (0, 0)),
+    "split": ((2, 1), (7, 3)),
+    "tanh": ((18, 8), (32, 13)),
+    TORCH: ((2, 1), (4, 2)),
+}
 # Bytes that cross-entropy moves for each logit in 16 bits, forward and backward: Megatron-core's
 # tensor_parallel/cross_entropy.py casts to fp32, and takes maximum, difference, exponential, sum and quotient; backward
 # multiplies and casts back.
@@ -55,20 +65,18 @@ class TransformerLayerTime:
         """Seconds of causal attention's forward: half the products of s x s scores in a fused kernel, else all."""
         if not self.batch.fused_attention:
             return self._written_attention(1, SOFTMAX_BYTES[self.batch.device][0])
-        model, batch, hardware = self.model, self.batch, self.costs.hardware
-        heads = -(-model.heads // batch.tp)
-        pairs = batch.micro_batch * batch.sequence * batch.own_sequence / 2
-        least = hardware.attention.least_head
-        macs = pairs * heads * (max(model.head_dim, least) + max(model.value_dim, least))
-        unit = hardware.matmul
-        rate = self.costs.rate(batch.dtype.itemsize) * unit.cores * hardware.attention.utilisation
-        return max(unit.launch + macs / rate, self._rotation(1))
+        model, batch = self.model, self.batch
+        pairs = batch.micro_batch * -(-model.heads // batch.tp) * batch.sequence * batch.own_sequence / 2
+        kernel = self.costs.attention(pairs, model.head_dim, model.value_dim, batch.dtype.itemsize)
+        return kernel + self._exchanges if batch.single_operators else max(kernel, self._rotation(1))
 
     @cached_property
     def attention_backward(self) -> float:
         """Seconds of attention's backward."""
         if not self.batch.fused_attention:
             return self._written_attention(2, SOFTMAX_BYTES[self.batch.device][1])
+        if self.batch.single_operators:
+            return ATTENTION_BACKWARD * (self.attention - self._exchanges) + self._exchanges
         return max(ATTENTION_BACKWARD * self.attention, self._rotation(2))
 
     def _written_attention(self, products: int, softmax: int) -> float:
@@ -78,6 +86,22 @@ class TransformerLayerTime:
         scores = self.costs.matmul(own, model.head_dim, batch.sequence, item, batches=count)
         values = self.costs.matmul(own, batch.sequence, model.value_dim, item, batches=count)
         return products * (scores + values) + self.costs.stream(count * own * batch.sequence * softmax * item / 2)
+
+    @cached_property
+    def _exchanges(self) -> float:
+        """Seconds of the all-to-alls that bring whole sequences of some heads to each rank of a sequence, and back.
+
+        A plan runs these (docs/propagation.md, "Long sequences"; DeepSpeed-Ulysses, arXiv:2309.14509), no ring.
+        """
+        model, batch = self.model, self.batch
+        if batch.cp == 1:
+            return 0.0
+        inside = batch.cp if batch.tp * batch.cp <= self.costs.hardware.collectives.domain else 1
+        row = batch.own_sequence * batch.micro_batch * batch.dtype.itemsize
+        heads = [-(-count // batch.tp) for count in (model.heads, model.kv_heads, model.kv_heads, model.heads)]
+        widths = model.head_dim, model.head_dim, model.value_dim, model.value_dim
+        sizes = [row * count * width for count, width in zip(heads, widths, strict=True)]
+        return sum(self.costs.all_to_all(size, batch.cp, inside) for size in sizes)
 
     def _rotation(self, tensors: int) -> float:
         """Return the seconds of the ring that passes keys and values, and gradients, to all ranks of a sequence.
@@ -104,6 +128,11 @@ class TransformerLayerTime:
         return self._elementwise(self.batch.own_rows * self.model.hidden * (NORM_ACCESSES + RESIDUAL_ACCESSES), 2)
 
     @cached_property
+    def residual(self) -> Elementwise:
+        """The sum with the residual."""
+        return self._elementwise(self.batch.own_rows * self.model.hidden * RESIDUAL_ACCESSES, 1)
+
+    @cached_property
     def rotary(self) -> Elementwise:
         """The rotary embedding of queries and keys."""
         heads = -(-(self.model.heads + self.model.kv_heads) // self.batch.tp)
@@ -111,9 +140,18 @@ class TransformerLayerTime:
 
     @cached_property
     def split(self) -> Elementwise:
-        """Queries, keys and values, copied out of one matmul's columns (Megatron-core, transformer/attention.py)."""
-        heads = -(-(self.model.heads + 2 * self.model.kv_heads) // self.batch.tp)
-        return self._elementwise(2 * self.batch.rows * heads * self.model.head_dim, 2)
+        """Queries, keys and values, copied out of one matmul's columns (Megatron-core, transformer/attention.py).
+
+        torch's operators copy attention's result between heads and rows, and repeat shared keys and values.
+        """
+        model, batch = self.model, self.batch
+        heads = -(-(model.heads + 2 * model.kv_heads) // batch.tp)
+        launches = 2
+        if batch.single_operators:
+            shared = model.kv_heads < model.heads
+            heads = -(-(model.heads + (model.heads + model.kv_heads if shared else 0)) // batch.tp)
+            launches = 3 if shared else 1
+        return self._elementwise(2 * batch.rows * heads * model.head_dim, launches)
 
     @cached_property
     def activation(self) -> Elementwise:
@@ -206,7 +244,14 @@ class TransformerLayerTime:
         return sum(schedule.seconds(part) for part in parts[:attention]) + experts
 
     def recomputed(self, schedule: Schedule, recompute: str) -> float:
-        """Return the seconds of what backward runs again."""
+        """Return the seconds of what backward runs again.
+
+        A planned model's second run ends with the inputs of the layer's last product: nothing reads its result
+        (docs/recompute.md).
+        """
+        if recompute == "full" and self.batch.single_operators:
+            last = self.experts.work(FORWARD).compute if self.experts else schedule.seconds(self.parts[FORWARD][-1])
+            return self.forward(schedule) - last - self._whole(self.residual)
         return {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
 
 
@@ -228,7 +273,12 @@ class EmbeddingAndLogitsTime:
         return self.costs.collective(kind, size, batch.tp)
 
     def loss(self, moved: int) -> float:
-        """Return the seconds of a pass of cross-entropy, which moves `moved` bytes for each of this rank's logits."""
+        """Return the seconds of a pass of cross-entropy, which moves `moved` bytes for each of this rank's logits.
+
+        torch's operator reads and writes the logits' dtype once in each pass.
+        """
+        if self.batch.single_operators:
+            moved = 2 * self.batch.dtype.itemsize
         return self.costs.stream(moved * self.batch.rows * -(-self.model.vocab // self.batch.tp))
 
     def seconds(self, schedule: Schedule) -> tuple[float, float]:

@@ -21,6 +21,8 @@ from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_te
 from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of, dimensions_of_config
 
 COLUMN, ROW = "column", "row"
+# How a planned model runs what surrounds its matmuls (`Batch`).
+TORCH = "torch"
 MOST = 1 << 40
 DIMENSIONS = ("layers", "hidden", "ffn", "heads", "vocab")
 
@@ -166,7 +168,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward; m counts the rows of all ranks."""
+    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward; m counts the rows of all ranks.
+
+    widths
+        The columns of each product, if several layers of one input run one by one; their sum is n.
+    """
 
     name: str
     kind: str
@@ -177,6 +183,12 @@ class Linear:
     sequence_parallel: bool
     dtype: torch.dtype
     device: str
+    widths: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """The columns of each product."""
+        return self.widths or (self.n,)
 
     @property
     def own_rows(self) -> int:
@@ -207,6 +219,7 @@ class Batch:
         "fused": a gated activation is one kernel; "split": two operators; "tanh": gelu's approximation runs as nine.
     rotary
         "fused": one kernel; "sliced": one kernel between a slice and a concatenation; "split": single operators.
+        `TORCH` for both: all that surrounds the matmuls runs as torch's own operators, as in a planned model.
     """
 
     sequence: int
@@ -226,6 +239,11 @@ class Batch:
         """Refuse values below 1."""
         for option in ("sequence", "micro_batch", "tp", "cp", "ep", "etp"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
+
+    @property
+    def single_operators(self) -> bool:
+        """Whether torch's own operators run one by one, as in a planned model."""
+        return self.rotary == TORCH
 
     @property
     def rows(self) -> int:
@@ -260,11 +278,12 @@ def layer_linears(model: Model, batch: Batch, *, sparse: bool | None = None) -> 
             linear("kv up", COLUMN, model.kv_rank, heads * (keys + model.value_dim)),
         ]
     else:
-        attention = [linear("qkv", COLUMN, model.hidden, (heads + 2 * kv_heads) * model.head_dim)]
+        widths = heads * model.head_dim, kv_heads * model.head_dim, kv_heads * model.head_dim
+        attention = [linear("qkv", COLUMN, model.hidden, sum(widths), widths=widths)]
     width = model.shared_ffn if (model.sparse_layers > 0 if sparse is None else sparse) else model.ffn
     ffn = -(-width // batch.tp)
     mlp = [
-        linear("up", COLUMN, model.hidden, ffn * (2 if model.gated else 1)),
+        linear("up", COLUMN, model.hidden, ffn * (2 if model.gated else 1), widths=(ffn,) * (2 if model.gated else 1)),
         linear("down", ROW, ffn, model.hidden),
     ]
     return [*attention, linear("proj", ROW, heads * model.value_dim, model.hidden), *(mlp if width else [])]
@@ -319,7 +338,8 @@ def _model(name: str, values: Mapping[str, Any], place: str) -> Model:
     return Model(**({"name": name, "title": name, "source": place} | dict(values)))
 
 
-def _linear(batch: Batch, name: str, kind: str, k: int, n: int) -> Linear:
+def _linear(batch: Batch, name: str, kind: str, k: int, n: int, *, widths: tuple[int, ...] = ()) -> Linear:
+    """Return a layer; widths: of the layers that a framework joins to one, and single operators do not."""
     return Linear(
         name=name,
         kind=kind,
@@ -330,4 +350,5 @@ def _linear(batch: Batch, name: str, kind: str, k: int, n: int) -> Linear:
         sequence_parallel=batch.sequence_parallel and batch.tp > 1,
         dtype=batch.dtype,
         device=batch.device,
+        widths=widths if batch.single_operators else (),
     )

@@ -20,7 +20,7 @@ from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, BEST, BOUND, EQUAL, FORWARD, MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model
 from ascend_parallel.tuning.cost_model.report import gain
-from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
+from ascend_parallel.tuning.cost_model.step import Layout, operators_of, parts_of, step_time
 from ascend_parallel.tuning.cost_model.tables import ASSUMED
 
 # End to end, fused operators, TP 8, as shares.
@@ -108,6 +108,8 @@ class Assumptions:
             cp=self.cp,
             ep=self.ep,
             etp=self.etp,
+            activation=operators_of(self.layout.runtime),
+            rotary=operators_of(self.layout.runtime),
         )
 
     def grid(self, batch: Batch) -> Iterator[Batch]:

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch
-
-# Bytes of element-wise backward / forward.
-ELEMENTWISE_BACKWARD = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

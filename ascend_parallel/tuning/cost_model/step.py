@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
-from math import ceil
 
 import numpy as np
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
-from ascend_parallel.tuning.cost_model.gradients import WIDE, accumulated_bytes, adam_bytes, clipped_bytes
 from ascend_parallel.tuning.cost_model.layer_passes import Schedule
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE, EmbeddingAndLogitsTime, TransformerLayerTime
-from ascend_parallel.tuning.cost_model.models import Batch, Model
+from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.tables import require
+from ascend_parallel.tuning.step_time import replicas
 from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
-from ascend_parallel.tuning.step_time.step import StepTimes, StepWork, gathered_pass, time_step
+from ascend_parallel.tuning.step_time.replicas import Numbers, ReplicatedState, Weights
+from ascend_parallel.tuning.step_time.runtimes import MEGATRON, WIDE, Runtime
+from ascend_parallel.tuning.step_time.schedule import stages_of
+from ascend_parallel.tuning.step_time.step import StepTimes, StepWork, time_step
 
-# Parameters of a bucket of gradients: Megatron-core's distributed_data_parallel.py, max(40 M, 1 M for each replica).
-BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
+# The operators of collectives over replicas.
+OPERATORS = {
+    replicas.ALL_REDUCE: ALL_REDUCE,
+    replicas.REDUCE_SCATTER: REDUCE_SCATTER,
+    replicas.ALL_GATHER: GATHER,
+}
 # Devices whose frameworks add a micro-batch's gradient to its fp32 sum inside the matmul (Megatron-core's
 # gradient_accumulation_fusion needs a CUDA extension; MindSpeed-LLM's scripts switch it off).
 FUSED_ACCUMULATION = ("cuda",)
@@ -36,10 +42,12 @@ class Layout:
     recompute_layers
         The layers of each stage that are recomputed; 0: all.
     zero
-        1: replicas share the optimizer's states (gradients are reduce-scattered, weights gathered after the update).
-        2: gradients too. 3: weights too: each layer's are gathered for forward and for backward, one layer ahead.
+        1: replicas share the optimizer's states (weights are gathered after the update). 2: gradients too, which each
+        backward reduce-scatters. 3: weights too: each layer's are gathered for forward and for backward, one ahead.
     overlap_gradients
-        Sums of gradients start under the last backward, in buckets.
+        Sums of gradients start under backward, in buckets; None: as the runtime does.
+    runtime
+        What runs the step: `MEGATRON`, or `PLANNED`, which plan-training plans for.
     """
 
     dp: int = 1
@@ -49,7 +57,8 @@ class Layout:
     virtual_stages: int = 1
     recompute_layers: int = 0
     zero: int = 0
-    overlap_gradients: bool = False
+    overlap_gradients: bool | None = None
+    runtime: Runtime = MEGATRON
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed."""
@@ -91,42 +100,45 @@ def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     require("--pp", stages, stages <= most, f"at most the {model.layers} layers of {model.name}")
     check_experts(model, batch, layout)
     passes = _Passes(costs, model, batch, layout, schedule)
-    work = [passes.stage(stage, *layers) for stage, layers in enumerate(layers_of_stages(model, stages))]
-    held, item = held_weights(model, batch, layout), batch.dtype.itemsize
-
-    def over_replicas(kind: str, itemsize: int) -> list[float]:
-        return [
-            sum(replicas.seconds(costs, kind, weights[rank] * itemsize) for weights, replicas in held)
-            for rank in range(layout.pp)
-        ]
-
-    sums, gathers = [0.0] * layout.pp, [0.0] * layout.pp
-    if layout.zero == 0:
-        sums = over_replicas(ALL_REDUCE, WIDE)
-    elif layout.zero < len(ZERO_STAGES) - 1:
-        sums, gathers = over_replicas(REDUCE_SCATTER, WIDE), over_replicas(GATHER, item)
-    updated = clipped_bytes() + adam_bytes(item)
-    # The update of a rank's part, and zeros into its gradients for the next step.
-    touched = [updated / (replicas.count if layout.zero else 1) + WIDE for _, replicas in held]
+    work = np.array(
+        [passes.stage(stage, *layers) for stage, layers in enumerate(layers_of_stages(model, batch, layout))]
+    )
     hop = 0.0
     if layout.pp > 1:
-        size = batch.own_rows * model.hidden * item
-        hop = costs.send(size, inside=ranks <= costs.hardware.collectives.domain)
-    return StepWork(
-        schedule=layout.schedule,
+        hop = costs.send(sent_bytes(model, batch), inside=ranks <= costs.hardware.collectives.domain)
+    state = replicated_state(costs, model, batch, layout)
+    return state.step_work(*state.passes(work[:, 0], work[:, 1]), schedule=layout.schedule, send=hop)
+
+
+def sent_bytes(model: Model, batch: Batch) -> int:
+    """Return the bytes of a micro-batch that a rank sends to the next stage."""
+    return batch.own_rows * model.hidden * batch.dtype.itemsize
+
+
+def replicated_state(costs: CostModel | None, model: Model, batch: Batch, layout: Layout) -> ReplicatedState:
+    """Return the weights of the pipeline's ranks, and what the replicas share of them.
+
+    costs: None if only bytes are asked for.
+    """
+    stages, under = layout.pp * layout.virtual_stages, layout.overlap_gradients
+    item = batch.dtype.itemsize
+    return ReplicatedState(
+        weights=held_weights(costs, model, batch, layout),
+        ranks_of_stages=stages_of(layout.schedule, layout.pp, stages) if layout.pp > 1 else (0,) * stages,
+        layers=[sum(layers) for layers in layers_of_stages(model, batch, layout)],
         micro_batches=layout.micro_batches,
-        forward=[forward for forward, _ in work],
-        backward=[backward for _, backward in work],
-        send=hop,
-        sums=sums,
-        buckets=[sum(ceil(weights[rank] / replicas.bucket) for weights, replicas in held) for rank in range(layout.pp)],
-        under_backward=layout.overlap_gradients,
-        gathers=gathers,
-        optimizer=[
-            costs.stream(sum(weights[rank] * moved for (weights, _), moved in zip(held, touched, strict=True)))
-            for rank in range(layout.pp)
-        ],
+        zero_stage=layout.zero,
+        under_backward=layout.runtime.sums_under_backward and layout.pp == 1 if under is None else under,
+        masters=item < WIDE,
+        runtime=layout.runtime,
+        stream=costs.stream if costs else _untimed,
+        adds_inside=batch.device in FUSED_ACCUMULATION and layout.runtime.wide_gradients,
     )
+
+
+def operators_of(runtime: Runtime) -> str:
+    """Return how a runtime runs what surrounds the matmuls: `activation` and `rotary` of a `Batch`."""
+    return "fused" if runtime.fused else TORCH
 
 
 def ranks_of(batch: Batch, layout: Layout) -> int:
@@ -138,24 +150,6 @@ def ranks_of(batch: Batch, layout: Layout) -> int:
 def of_slowest(costs: CostModel, ranks: int) -> CostModel:
     """Return the costs on the slowest of so many ranks; cached, because layers cache their best chunk sizes by it."""
     return CostModel(costs.hardware.of_slowest(ranks))
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The ranks that hold the same weights: `count` of them, `stride` ranks apart."""
-
-    count: int
-    stride: int
-
-    def seconds(self, costs: CostModel, kind: str, size: float) -> float:
-        """Return the seconds of a collective over them."""
-        line = np.arange(self.stride * self.count).reshape(self.count, self.stride).T
-        return costs.line(kind, size, self.count, ranks_in_domain(line, costs.hardware.collectives.domain))
-
-    @property
-    def bucket(self) -> int:
-        """Parameters of a bucket of gradients."""
-        return max(BUCKET, BUCKET_PER_REPLICA * self.count)
 
 
 def check_experts(model: Model, batch: Batch, layout: Layout) -> None:
@@ -173,27 +167,66 @@ def check_experts(model: Model, batch: Batch, layout: Layout) -> None:
     require("--no-sequence-parallel", "true", alike, "it with --tp 1: else ranks would send the same rows to experts")
 
 
-def held_weights(model: Model, batch: Batch, layout: Layout) -> tuple[tuple[list[float], Replicas], ...]:
-    """Return the weights of each rank of a pipeline with their replicas: all but the experts' first, then the experts'.
+def held_weights(costs: CostModel | None, model: Model, batch: Batch, layout: Layout) -> tuple[Weights, ...]:
+    """Return the weights of each stage with their replicas: all but the experts' first, then the experts'.
 
-    A rank has its layers, and the embedding or the logits' weights. Tensor-, context- and data-parallel ranks share the
-    experts (Megatron-core's order: experts' widths, experts, their replicas); the others are whole on each context- and
-    data-parallel rank.
+    A stage has its layers, and the embedding or the logits' weights. Tensor-, context- and data-parallel ranks share
+    the experts (Megatron-core's order: experts' widths, experts, their replicas); the others are whole on each context-
+    and data-parallel rank.
     """
-    apart = batch.ep * batch.etp
-    own = model.experts * model.expert_weights() / apart
-    plain, of_experts = [0.0] * layout.pp, [0.0] * layout.pp
-    for stage, (dense, sparse) in enumerate(layers_of_stages(model, layout.pp * layout.virtual_stages)):
-        weights = dense * model.dense_weights() + sparse * model.sparse_weights()
-        plain[stage % layout.pp] += weights / batch.tp
-        of_experts[stage % layout.pp] += sparse * own
+    apart, own_expert = batch.ep * batch.etp, model.experts * model.expert_weights() / (batch.ep * batch.etp)
+    layers = np.array(layers_of_stages(model, batch, layout), dtype=float)
+    plain = layers @ np.array([model.dense_weights(), model.sparse_weights()]) / batch.tp
     ends = model.vocab * model.hidden / batch.tp
     plain[0] += ends + model.positions * model.hidden
     plain[-1] += ends if not model.tied or layout.pp > 1 else 0.0
-    return (
-        (plain, Replicas(batch.cp * layout.dp, batch.tp)),
-        (of_experts, Replicas(batch.tp * batch.cp * layout.dp // apart, apart)),
+    if layout.runtime.shares_along_dp:
+        return _along_dp(costs, plain, layers[:, 1] * own_expert, batch, layout)
+    found = [_weights(costs, plain, batch.cp * layout.dp, batch.tp, batch.dtype.itemsize)]
+    if model.experts:
+        copies = batch.tp * batch.cp * layout.dp // apart
+        found.append(_weights(costs, layers[:, 1] * own_expert, copies, apart, batch.dtype.itemsize))
+    return tuple(found)
+
+
+def _along_dp(
+    costs: CostModel | None, plain: Numbers, experts: Numbers, batch: Batch, layout: Layout
+) -> tuple[Weights, ...]:
+    """Return the weights of a plan's mesh dp x ep x cp x tp: ZeRO's replicas are those of "dp" alone."""
+    item, inner = batch.dtype.itemsize, batch.tp * batch.cp * batch.ep
+    lines = [(batch.cp, batch.tp), (batch.ep, batch.tp * batch.cp)]
+    around = [_collective(costs, count, stride) for count, stride in lines if count > 1]
+    dense = _weights(costs, plain, layout.dp // batch.ep, inner, item)
+    dense = replace(dense, around=[partial(each, replicas.ALL_REDUCE) for each in around])
+    return dense, *([_weights(costs, experts, layout.dp // batch.ep, inner, item)] if experts.any() else [])
+
+
+def _weights(costs: CostModel | None, elements: Numbers, count: int, stride: int, itemsize: int) -> Weights:
+    """Return weights that `count` ranks hold, `stride` ranks apart."""
+    return Weights(
+        elements=elements,
+        own=elements / count,
+        itemsize=itemsize,
+        replicas=count,
+        collective=_collective(costs, count, stride),
     )
+
+
+def _collective(costs: CostModel | None, count: int, stride: int) -> Callable[[str, float], float]:
+    """Return the seconds of collectives over `count` ranks, `stride` ranks apart."""
+    line = np.arange(stride * count).reshape(count, stride).T
+
+    def seconds(kind: str, nbytes: float) -> float:
+        if costs is None:
+            return _untimed(nbytes)
+        inside = ranks_in_domain(line, costs.hardware.collectives.domain)
+        return costs.line(OPERATORS[kind], nbytes, count, inside)
+
+    return seconds
+
+
+def _untimed(nbytes: float) -> float:
+    raise AssertionError(f"the seconds of {nbytes} bytes are asked for without a cost model")
 
 
 class _Passes:
@@ -207,47 +240,20 @@ class _Passes:
             (layer.forward(schedule), layer.backward(schedule), layer.recomputed(schedule, layout.recompute))
             for layer in (dense, sparse)
         ]
-        held, of_expert = held_weights(model, batch, layout), model.experts * model.expert_weights()
-        own = of_expert / (batch.ep * batch.etp)
-        # By kind of layer: the rank's weights, with the ranks that hold them too.
-        self._weights = [
-            [(model.dense_weights() / batch.tp, held[0][1])],
-            [(model.sparse_weights() / batch.tp, held[0][1]), (own, held[1][1])],
-        ]
         self._logits = self._ends.seconds(schedule)
-        fused = batch.device in FUSED_ACCUMULATION
-        self._accumulated = 0 if fused or layout.zero == 3 else accumulated_bytes(batch.dtype.itemsize)
 
     def stage(self, stage: int, dense: int, sparse: int) -> tuple[float, float]:
         """Return the seconds of forward and backward of a micro-batch."""
-        forward = backward = weights = 0.0
-        kinds = zip((dense, sparse), self._layout.recomputed(dense, sparse), self._times, self._weights, strict=True)
-        for layers, recomputed, times, held in kinds:
-            again = times[2] * recomputed
-            weights += layers * sum(size for size, _ in held)
-            passes = self._layers(layers, times[0], times[1], again, held) if layers else (0.0, 0.0)
-            forward, backward = forward + passes[0], backward + passes[1]
+        forward = backward = 0.0
+        kinds = zip((dense, sparse), self._layout.recomputed(dense, sparse), self._times, strict=True)
+        for layers, recomputed, times in kinds:
+            forward += layers * times[0]
+            backward += layers * times[1] + recomputed * times[2]
         for ends, logits in ((stage == 0, False), (stage == self._last, True)):
             if ends:
-                weights += self._model.vocab * self._model.hidden / self._batch.tp
                 forward += self._logits[0] if logits else self._ends.embedding
                 backward += self._logits[1] if logits else self._ends.embedding
-        return forward, backward + self._costs.stream(weights * self._accumulated)
-
-    def _layers(
-        self, layers: int, forward: float, backward: float, again: float, held: Sequence[tuple[float, Replicas]]
-    ) -> tuple[float, float]:
-        """Return the seconds of equal layers; with ZeRO 3 each layer's weights are gathered one layer ahead."""
-        if self._layout.zero < 3 or self._layout.dp == 1:
-            return layers * forward, layers * backward + again
-
-        def over_replicas(kind: str) -> float:
-            item = self._batch.dtype.itemsize
-            return sum(replicas.seconds(self._costs, kind, size * item) for size, replicas in held)
-
-        gather, scatter = over_replicas(GATHER), over_replicas(REDUCE_SCATTER)
-        ahead = gathered_pass(layers, forward, gather)
-        return ahead, gathered_pass(layers, backward + again / layers, gather, scatter)
+        return forward, backward
 
 
 @lru_cache(maxsize=16)
@@ -268,14 +274,27 @@ def parts_of(costs: CostModel, model: Model, batch: Batch) -> tuple[TransformerL
     return layers_of(costs, model, batch)[1], ends_of(costs, model, batch)
 
 
-def layers_of_stages(model: Model, stages: int) -> list[tuple[int, int]]:
+def layers_of_stages(model: Model, batch: Batch, layout: Layout) -> list[tuple[int, int]]:
     """Return the number of dense layers and of layers with experts of each stage; the dense ones are the first."""
-    dense, result = model.layers - model.sparse_layers, []
-    for layers in spread(model.layers, stages):
+    stages, dense, result = layout.pp * layout.virtual_stages, model.layers - model.sparse_layers, []
+    counts = spread(model.layers, stages)
+    if layout.runtime.balances_stages and 1 < stages <= model.layers:
+        counts = _balanced(model, batch, stages)
+    for layers in counts:
         own = min(dense, layers)
         dense -= own
         result.append((own, layers - own))
     return result
+
+
+@lru_cache(maxsize=64)
+def _balanced(model: Model, batch: Batch, stages: int) -> list[int]:
+    """Return the layers of stages with as little work as possible in the largest, by multiply-adds with the logits."""
+    logits = model.vocab * model.hidden
+    layer = (model.macs_per_token(batch.sequence) - logits) / model.layers
+    last = max(1, round((model.layers + logits / layer) / stages - logits / layer))
+    last = min(last, model.layers - stages + 1)
+    return [*spread(model.layers - last, stages - 1), last]
 
 
 def spread(layers: int, stages: int) -> list[int]:
