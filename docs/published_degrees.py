@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from ascend_parallel.settings import Settings, current_settings
+from ascend_parallel.settings import current_settings
 from ascend_parallel.text.tables import markdown_table
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.folding import FoldedGraph
@@ -25,8 +25,6 @@ DTYPE = "bfloat16"
 # Recompute of the rows that plan-training has too.
 RECOMPUTE = {NONE: NONE, "full": COLLECTIVES}
 MOST_ZERO_STAGE_IN_PIPELINE = 1
-# MC2's own tiling is not modelled: the better of these numbers of chunks stands for it.
-MC2_CHUNKS = (2, 4)
 
 
 def planning_obstacle(run: PublishedRun) -> str:
@@ -44,18 +42,15 @@ def planning_obstacle(run: PublishedRun) -> str:
 
 def evaluate_run(run: PublishedRun) -> RunPrediction:
     """Return the seconds and the bytes that plan-training predicts at the run's degrees."""
-    degrees = degrees_of(run)
-    every = [Settings(num_chunks=count) for count in MC2_CHUNKS] if run.mc2_in_script else [current_settings()]
-    evaluations = [evaluation_of(run, settings) for settings in every]
-    fastest = min(evaluations, key=lambda evaluation: evaluation.parts(degrees).total)
-    return RunPrediction(fastest.parts(degrees).total, fastest.memory(degrees).total)
+    degrees, evaluation = degrees_of(run), evaluation_of(run)
+    return RunPrediction(evaluation.parts(degrees).total, evaluation.memory(degrees).total)
 
 
-def evaluation_of(run: PublishedRun, settings: Settings) -> Evaluation:
+def evaluation_of(run: PublishedRun) -> Evaluation:
     """Return the evaluation for a run's model, batch and cards."""
     hardware = find_hardware(run.chip or "")
     traced, graphs = traced_run(run)
-    planner = Planner(graphs, hardware, settings, ranks=run.devices)
+    planner = Planner(graphs, hardware, current_settings(), ranks=run.devices)
     return Evaluation(hardware, planner, masters=traced.masters)
 
 
@@ -125,7 +120,7 @@ def compare_launch(run: PublishedRun) -> LaunchedRun:
     """Compare a script's degrees with the best in a card's memory, or in as much as the script is predicted to need."""
     hardware, evaluation, degrees = (
         find_hardware(run.chip or ""),
-        evaluation_of(run, current_settings()),
+        evaluation_of(run),
         degrees_of(run),
     )
     theirs = candidate_of(evaluation, degrees, evaluation.memory(degrees))

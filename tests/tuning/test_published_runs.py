@@ -9,7 +9,7 @@ from published_degrees import compare_launch, launch_page
 
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
-from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle
+from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle, predict_run
 from ascend_parallel.tuning.published.report import compare_runs
 from ascend_parallel.tuning.published.runs import all_runs
 
@@ -110,3 +110,21 @@ def test_activations_are_those_of_the_published_formula(tp):
     assert layer_activations(model, written, "none") == pytest.approx(expected + scores, rel=1e-12)
     assert layer_activations(model, written, "selective") == pytest.approx(expected, rel=1e-12)
     assert layer_activations(model, batch, "full") == pytest.approx(2048 * 2 * model.hidden * 2 / tp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"id": "new-model", "vocab": 0}, "not published: vocabulary"),
+        ({"id": "torchtitan-70b-256-async-TP", "dtype": "bfloat16, async TP"}, "async TP"),
+    ],
+)
+def test_a_row_without_a_vocabulary_or_with_async_tp_is_not_predicted(changes, words):
+    run = replace(run_of("msllm-1.0.rc3-aquila-7b-2k"), **changes)
+    assert not obstacle(run_of("msllm-1.0.rc3-aquila-7b-2k"))
+    assert obstacle(run) == words
+
+
+def test_mc2_has_no_gain():
+    with_mc2 = next(run for run in all_runs() if run.mc2_in_script and not obstacle(run) and run.tp > 1)
+    assert predict_run(with_mc2) == predict_run(replace(with_mc2, mc2_in_script=False))

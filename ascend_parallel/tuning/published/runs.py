@@ -136,14 +136,24 @@ class PublishedRun:
         """Tokens of a step."""
         return self.global_batch * self.sequence
 
+    @property
+    def preset(self) -> str | None:
+        """The preset of the model; None: the row has its dimensions."""
+        return next((name for part, name in PRESETS.items() if self.id.startswith(part)), None)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the vocabulary; 0: not known."""
+        if self.preset is not None:
+            return find_model(self.preset).vocab
+        return self.vocab or next((size for part, size in VOCABULARIES.items() if f"-{part}" in self.id), 0)
+
     def transformer(self) -> Model:
         """Return the model's dimensions; raises `PlanningError` if the row does not give them."""
-        preset = next((name for part, name in PRESETS.items() if self.id.startswith(part)), None)
-        if preset is not None:
-            return find_model(preset)
+        if self.preset is not None:
+            return find_model(self.preset)
         require(f"{self.id}: layers", self.layers, self.layers > 0, "the model's dimensions")
-        vocab = self.vocab or next((size for part, size in VOCABULARIES.items() if f"-{part}" in self.id), 0)
-        require(f"{self.id}: vocab", vocab, vocab > 0, "the size of the vocabulary")
+        require(f"{self.id}: vocab", self.vocabulary, self.vocabulary > 0, "the size of the vocabulary")
         rotary = self.position in ("", "rope") and self.gated
         return Model(
             name=self.id,
@@ -155,7 +165,7 @@ class PublishedRun:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            vocab=vocab,
+            vocab=self.vocabulary,
             sequence=self.sequence,
             experts=self.experts,
             top_k=self.top_k,
