@@ -42,7 +42,7 @@ def test_rows_do_not_know_of_each_other(each, residual, dtype):
     module = made(each).to(dtype)
     inputs = [torch.randn(300, FEATURES, dtype=dtype) for _ in range(1 + residual)]
     whole = listed(module(*(x.clone() for x in inputs)))
-    for rows in (slice(0, 128), slice(128, 300), slice(7, 8)):
+    for rows in (slice(0, 128), slice(128, 300), slice(7, 201)):
         part = listed(module(*(x[rows].clone() for x in inputs)))
         assert all(torch.equal(some, every[rows]) for some, every in zip(part, whole, strict=True))
     for x in inputs:
