@@ -147,13 +147,14 @@ def confirm_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dis
         raise ValueError(f"{HEAD_EXCHANGE}: {shapes} are not [s, B, N, D] and twice [s, B, n, D]")
     graded = torch.is_grad_enabled()
     kinds = [f"{list(x.shape)} {x.dtype}{' with gradient' if graded and x.requires_grad else ''}" for x in (q, k, v)]
-    mine, confirmed = ", ".join(kinds), _CONFIRMED.setdefault(group, set())
+    mine = f"q, k, v {', '.join(kinds)}"
+    confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return
     with hide_from_selective_checkpoint():
-        by_rank = exchange(group, f"{HEAD_EXCHANGE} of {mine}", {"shapes": mine}, DisagreementError, topic="context")
-    if any(value["shapes"] != mine for value in by_rank.values()):
-        what = "; ".join(f"rank {rank}: q, k, v {value['shapes']}" for rank, value in by_rank.items())
+        by_rank = exchange(group, f"{HEAD_EXCHANGE} of {mine}", {"tensors": mine}, DisagreementError, topic="context")
+    if any(value["tensors"] != mine for value in by_rank.values()):
+        what = "; ".join(f"rank {rank}: {value['tensors']}" for rank, value in by_rank.items())
         raise DisagreementError(
             f"{HEAD_EXCHANGE}: ranks of {describe(group)} have other shares of the sequence ({what}): give every rank "
             "as many tokens, padded to a multiple of the ranks"

@@ -2,6 +2,7 @@
 
 layers   the forward that is installed on each linear layer, and which layers and calls it covers
 experts  the replaced call of a module of experts, and which modules it covers
+context  attention of a sequence that ranks share, run inside the model's own attention implementation
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.seam import AppliedPatches, Seam
 from ascend_parallel.patches.transformers import experts
+from ascend_parallel.patches.transformers.context import ContextParallel, context_parallel
 from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward, install_head_norm
 from ascend_parallel.settings import Settings
+
+__all__ = ["ContextParallel", "context_parallel", "on_one_rank", "patches"]
 
 MODULE = "transformers.distributed.tensor_parallel"
 VERSIONS = ">=5.16,<5.24"
