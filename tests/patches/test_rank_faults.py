@@ -230,7 +230,6 @@ BLOCKING = {
 STARTING = {
     "ops/chunked.py",
     "ops/collectives.py",
-    "ops/ordered.py",
     "ops/part_exchange.py",
     "ascend_parallel/process_groups/__init__.py",
     "ascend_parallel/sharding/redistribute/across_meshes.py",
