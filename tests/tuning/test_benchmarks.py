@@ -17,6 +17,10 @@ from ascend_parallel.ops import shm
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "buckets.py": ("--rounds", "1"),
+    "gpu.py --halves --device cpu --parts layers,steps": [
+        *("--rounds", "1", "--repeats", "1", "--rows", "64", "--hidden", "32"),
+        *("--heads", "4", "--layers", "1", "--batch", "2", "--chunks", "2"),
+    ],
     "fused.py": ("--rounds", "1", "--shapes", "64,16,32"),
     "host_cost.py": ("--rounds", "1", "--calls", "1", "--chunks", "2", "4"),
     "host_time.py": ("--rounds", "1", "--blocks", "2"),
