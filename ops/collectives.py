@@ -80,9 +80,9 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
     (m, k), ranks, rank = x_shard_m.shape, group.size(), group.rank()
     way = backend_of(group, x_shard_m.device).gathers
     if len(sizes) == 1 and way != SENDS:
-        gathered = x_shard_m.new_empty(ranks, m, k)
-        whole = functools.partial(all_gather_single, gathered.flatten(0, 1), group=group)
-        return Gathers(gathered, [gathered], [whole], in_place=False)
+        whole = x_shard_m.new_empty(ranks, m, k)
+        start = functools.partial(all_gather_single, whole.flatten(0, 1), group=group)
+        return Gathers(whole, [whole], [start], in_place=False)
     if way == CHUNK_MAJOR:
         buffers = torch.split_with_sizes(x_shard_m.new_empty(ranks * m, k), [ranks * size for size in sizes])
         kept = x_shard_m.new_empty(ranks, m, k) if keep else None
