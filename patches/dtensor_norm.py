@@ -6,6 +6,7 @@ of the blocks of the sharded dimension, in the tree. `torch.nn.utils.clip_grad_n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,17 +50,24 @@ def _handlers() -> dict[Any, Any]:
 def _norm(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else 2
     of_all = all(option is None for option in args[2:3]) and len(args) < 4 and kwargs.keys() <= {"dtype"}
-    if order != 2 or not of_all or not _sharded(x) or _narrows(x, kwargs.get("dtype")):
+    if not _sums(order) or not of_all or not _sharded(x) or _narrows(x, kwargs.get("dtype")):
         return _by_torch(operator, args, kwargs)
-    return _norm_of(x, kwargs.get("dtype"))
+    return _norm_of(x, order, kwargs.get("dtype"))
 
 
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    if order != 2 or not any(map(_sharded, tensors)) or any(_narrows(x, dtype) for x in tensors):
+    if not _sums(order) or not any(map(_sharded, tensors)) or any(_narrows(x, dtype) for x in tensors):
         return _by_torch(operator, args, kwargs)
-    return [_norm_of(x, dtype) if _sharded(x) else torch.linalg.vector_norm(x, dtype=dtype) for x in tensors]
+    return [
+        _norm_of(x, order, dtype) if _sharded(x) else torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors
+    ]
+
+
+def _sums(order: float) -> bool:
+    """Tell whether a norm of an order is of a sum that rounds: not a largest or smallest element, nor a count."""
+    return math.isfinite(order) and order != 0
 
 
 def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,8 +87,8 @@ def _narrows(x: torch.Tensor, dtype: torch.dtype | None) -> bool:
     return dtype is not None and torch.promote_types(x.dtype, dtype) != dtype
 
 
-def _norm_of(x: DTensor, dtype: torch.dtype | None) -> DTensor:
-    """Return the norm of x, sharded on the only dimension of its mesh, summed in fp32 or float64.
+def _norm_of(x: DTensor, order: float, dtype: torch.dtype | None) -> DTensor:
+    """Return the norm of x of a finite order, sharded on the only dimension of its mesh, summed in fp32 or float64.
 
     dtype: x is converted to it first, and the norm has it; None: that of x.
     """
@@ -92,8 +100,10 @@ def _norm_of(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     group, (placement,) = x.device_mesh.get_group(), x.placements
     assert isinstance(placement, Shard)
     local = x.to_local().to(dtype or x.dtype)
-    total = sum_of_blocks(list(squares_of_blocks(local, [x.shape[placement.dim]], placement.dim, group)), group)
-    return DTensor.from_local(total.sqrt().to(local.dtype), x.device_mesh, [Replicate()], run_check=False)
+    blocks = powers_of_blocks(local, order, [x.shape[placement.dim]], placement.dim, group)
+    total = sum_of_blocks(list(blocks), group)
+    norm = total.sqrt() if order == 2 else total.pow(1 / order)
+    return DTensor.from_local(norm.to(local.dtype), x.device_mesh, [Replicate()], run_check=False)
 
 
 def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, group: Any) -> torch.Tensor:
@@ -102,6 +112,11 @@ def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, gr
     features
         Of all ranks, for each packed part.
     """
+    return powers_of_blocks(local, 2, features, dim, group)
+
+
+def powers_of_blocks(local: torch.Tensor, order: float, features: Iterable[int], dim: int, group: Any) -> torch.Tensor:
+    """Return the sums [8 / R] of ``abs(x) ** order``, as `squares_of_blocks` does."""
     blocked = BlockedFeatures(tuple(each // group.size() for each in features), group.size())
     if blocked.refusal or sum(blocked.parts) != local.shape[dim]:
         raise DegreeError(
@@ -109,4 +124,5 @@ def squares_of_blocks(local: torch.Tensor, features: Iterable[int], dim: int, gr
             f"cannot be cut into {BLOCKS} equal blocks"
         )
     wide = torch.promote_types(local.dtype, torch.float32)
-    return torch.stack([block.to(wide).square().sum() for block in blocked.blocks_of(local.detach(), dim)])
+    blocks = [block.to(wide) for block in blocked.blocks_of(local.detach(), dim)]
+    return torch.stack([(x.square() if order == 2 else x.abs().pow(order)).sum() for x in blocks])

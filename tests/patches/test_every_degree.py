@@ -177,6 +177,34 @@ def test_a_norm_has_the_same_bits_however_it_is_asked_for(ranks):
     assert [len({norm for found in kind for norm in found}) for kind in zip(*of_ranks, strict=True)] == [1, 1]
 
 
+ORDERS = (1, 1.5, 3, -1, float("inf"))
+
+
+def norms_of_orders(group):
+    """The norms of other orders with which torch clips, and a true one."""
+    x = torch.randn(520, 43, generator=torch.Generator().manual_seed(0))
+    sharded = distribute_tensor(x, init_device_mesh("cpu", (group.size(),)), [Shard(0)])
+    ascend_parallel.configure(**TREE)
+    try:
+        found = {}
+        for order in ORDERS:
+            ways = [torch.nn.utils.get_total_norm([sharded], order, foreach=foreach) for foreach in (None, False)]
+            ways.append(torch.linalg.vector_norm(sharded, order))
+            found[order] = {whole(norm).item().hex() for norm in ways}
+            torch.testing.assert_close(
+                whole(ways[0]), torch.linalg.vector_norm(x.double(), order).float(), rtol=1e-5, atol=0
+            )
+        return found
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+
+
+def test_norms_of_all_orders_have_the_same_bits_at_every_degree(ranks):
+    one, two, four = at_degrees(ranks, norms_of_orders)
+    assert one == two == four
+    assert all(len(values) == 1 for values in one.values())
+
+
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [
