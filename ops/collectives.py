@@ -28,8 +28,11 @@ from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SEND
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
 # neither a program's own sends nor receives left over from a failed call.
-_CALLS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-FIRST_TAG = 1 << 24
+# Gathers and scatters are counted apart: what one rank alone does may have it start a gather before a scatter, and
+# others after it.
+_GATHERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_SCATTERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+FIRST_TAG, TAGS = 1 << 24, 1 << 24
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -96,7 +99,7 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         nothing = x_shard_m[:0]
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
-        tag, peers = _next_tag(group), [*range(rank), *range(rank + 1, ranks)]
+        tag, peers = _gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
         limit = wait_limit(group, x_shard_m.device)
         starts = [_receive(rows_c, peers, group, tag, limit) for rows_c in rows]
     return Gathers(gathered, rows, starts, in_place=True)
@@ -142,8 +145,12 @@ def _nothing() -> None:
     pass
 
 
-def _next_tag(group: dist.ProcessGroup) -> int:
-    return FIRST_TAG + next(_CALLS.setdefault(group, itertools.count())) % FIRST_TAG
+def _gather_tag(group: dist.ProcessGroup) -> int:
+    return FIRST_TAG + next(_GATHERS.setdefault(group, itertools.count())) % TAGS
+
+
+def _scatter_tag(group: dist.ProcessGroup) -> int:
+    return FIRST_TAG + TAGS + next(_SCATTERS.setdefault(group, itertools.count())) % TAGS
 
 
 class FinishingWork:
@@ -295,7 +302,7 @@ def reduce_scatters(
     if backend_of(group, out_m.device).own_scatter:
         start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
-    tag = _next_tag(group)
+    tag = _scatter_tag(group)
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
     limit = wait_limit(group, out_m.device)

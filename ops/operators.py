@@ -30,10 +30,18 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, 
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.record import BESIDE, MATMUL, RECORDING, compute
-from ascend_parallel.ops.registry import FUSED, KERNELS, Choice, DegreeError, choose, name_of, usual_chunks
+from ascend_parallel.ops.registry import (
+    FUSED,
+    KERNELS,
+    Choice,
+    DegreeError,
+    choose,
+    name_of,
+    own_rows_suffice,
+    usual_chunks,
+)
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
-from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 P = ParamSpec("P")
@@ -219,10 +227,10 @@ def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings:
     """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings), settings.chunk_rows)
-    if len(sizes) > 1 and is_unfinished(x_m):  # each chunk is sent as soon as it is there
+    if own_rows_suffice(group.size(), x_m.device.type):  # as where another rank multiplies the rows that it gathers
+        sizes = (x_m.shape[0],)
+    if len(sizes) > 1:  # whether rows are unfinished may differ between ranks, and decides nothing
         return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
-    if len(sizes) > 1 and backend_of(group, x_m.device).gathers == SENDS:
-        return chunked.start_gathers(x_m, group, (x_m.shape[0],), "all_gather")[0]
     return reference.gather_rows(x_m, group, "all_gather")
 
 

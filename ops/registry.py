@@ -147,7 +147,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
         why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC={_asked(problem)}"
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
-    if plain == "chunked" and not (request.given or tile) and _own_rows_suffice(problem):
+    if plain == "chunked" and not (request.given or tile) and _runs_in_one_gather(problem):
         sizes, why = (problem.cut,), f"{why}; one gather, under the product of a rank's own rows: half of all"
     refusal = _refusal(plain, problem)
     if refusal is not None:
@@ -160,14 +160,18 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
 
 
-def _own_rows_suffice(problem: Problem) -> bool:
-    """Tell whether an all-gather runs whole, under the matmul of the rank's own rows.
+def own_rows_suffice(ranks: int, device: str) -> bool:
+    """Tell whether all-gathers run whole, under the matmul of the rank's own rows.
 
-    Of 2 ranks these are half of the matmul, in one launch and one collective. Each further one costs a device's host
-    more than it hid in any measurement (benchmarks/README.md, two halves of one GPU). With more ranks the own rows are
-    fewer.
+    Of 2 ranks these are half of the matmul, in one launch and one collective. Each further one cost a device's host
+    more than it hid in most measurements (benchmarks/README.md, two halves of one GPU). With more ranks the own rows
+    are fewer.
     """
-    return problem.operator == ALL_GATHER and problem.ranks == 2 and usual_backend(problem.device).launches
+    return ranks == 2 and usual_backend(device).launches
+
+
+def _runs_in_one_gather(problem: Problem) -> bool:
+    return problem.operator == ALL_GATHER and own_rows_suffice(problem.ranks, problem.device)
 
 
 def _asked(problem: Problem) -> str:

@@ -20,7 +20,7 @@ MOST = {
     ("RowParallelLinear", False): (70, 40),
     ("ColumnParallelLinear", False): (45, 75),
     ("RowParallelLinear", True): (145, 120),
-    ("ColumnParallelLinear", True): (130, 190),
+    ("ColumnParallelLinear", True): (130, 195),
 }
 MOST_LEFT_WHOLE = 34
 

@@ -129,8 +129,7 @@ def test_operators_that_share_a_name_but_not_a_strategy_have_numbers():
     model, args = small_llama()
     counts = {advised.pattern: advised.count for advised in principled(model, args)}
     assert counts["layers.*.attention:chunk"] == 6
-    assert counts["layers.*.norm2:mean"] == 3
-    assert (counts["layers.0.norm1:mean"], counts["layers.1-2.norm1:mean"]) == (1, 2)  # the first layer's differs
+    assert counts["layers.*.norm1:mean"] == counts["layers.*.norm2:mean"] == 3
     assert counts["embedding"] == counts["head"] == 1
     transposes = [pattern for pattern in counts if ":transpose#" in pattern]
     assert len(transposes) > 1

@@ -179,7 +179,7 @@ def test_an_operator_without_a_rule_runs_whole_until_it_gets_one(caplog):
     strategies = {"up": ([None, ("mp", 1)], None)}
     plan = propagate(graph, mesh, strategies, objective="redistribution")
     assert {str(layout[0]) for layout in plan.inputs["twice"]} <= {"R", "R*"}
-    said = "sharding_test.twice.default has no sharding rule: it runs whole on every rank, once, 0.00"
+    said = "sharding_test.twice.default has no sharding rule: it runs whole on every rank, once, 0.0"
     assert said in caplog.text and "ms a step by the cost model of 910b" in caplog.text
     caplog.clear()
     register_rule(

@@ -36,4 +36,7 @@ def rows_of(number):
     return tuple(torch.randn(12, width, dtype=torch.float64, generator=generator) for width in (6, 4))
 
 
-SMALL = {"mode": "auto", "pipeline": pipeline({"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}, micro_batches=3)}
+SMALL = {
+    "mode": "auto",
+    "pipeline": pipeline({"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}, micro_batches=3, stages={"first": 0, "last": 1}),
+}

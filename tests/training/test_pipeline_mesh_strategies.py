@@ -27,6 +27,10 @@ def wide_loss(model, x, y):
     return F.mse_loss(model.last(torch.tanh(model.first(x))).float(), y.float())
 
 
+def parameters_of(step):
+    return [parameter for module in step.modules for parameter in module.parameters()]
+
+
 def overflow(group):
     """In the second step a gradient of the last mesh is infinite, on one rank."""
     torch.manual_seed(0)
@@ -40,13 +44,13 @@ def overflow(group):
     def poisoned():
         finish()
         if group.rank() == 2:
-            next(step.modules[0].parameters()).grad.view(-1)[0] = float("inf")
+            parameters_of(step)[0].grad.view(-1)[0] = float("inf")
 
     for number in range(3):
         step._runner.finish = poisoned if number == 1 else finish
-        before = [parameter.clone() for module in step.modules for parameter in module.parameters()]
+        before = [parameter.clone() for parameter in parameters_of(step)]
         loss = step(*batch).item()
-        after = [parameter for module in step.modules for parameter in module.parameters()]
+        after = parameters_of(step)
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         found.append((loss, step.optimizer.skipped, same, step.optimizer.loss_scale.scale))
     step.close()

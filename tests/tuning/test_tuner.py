@@ -123,7 +123,7 @@ def test_the_parts_of_a_pass_follow_from_those_of_a_pass_alike():
 def test_one_pass_of_each_kind_is_measured():
     class Timed:
         def __init__(self, kind):
-            self.case, self.asked = replace(CASE, kind=kind), []
+            self.case, self.asked = CASE._replace(kind=kind), []
 
         def parts(self, operator, rounds):
             self.asked.append((operator.operator, rounds))
