@@ -93,9 +93,9 @@ def exchange(
         Why a rank may be missing; part of the error.
 
     Every rank of the group calls this. Raises `error` while a graph is captured: a replay would not exchange anything.
-    Raises `error` with the ranks that did not come within the time limit of the
-    group or of its store, whichever is shorter; sooner if a missing rank refused its settings (`refuse`). Either every
-    rank that came gets the values, or every one raises. A rank that comes after that meets the others' next exchange.
+    Raises `error` with the ranks that did not come within the time limit of the group or of its store, whichever is
+    shorter; sooner if a missing rank refused its settings (`refuse`). Either every rank that came gets the values, or
+    every one raises. A rank that comes after that meets the others' next exchange.
     """
     me = dist.get_rank()
     if is_capturing():
@@ -135,8 +135,10 @@ def is_capturing() -> bool:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False
-    asked = getattr(torch.get_device_module(accelerator), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    module: Any = torch.get_device_module(accelerator)
+    asked = getattr(module, "is_current_stream_capturing", None)
+    # Where no device was used nothing is captured, and torch_npu on a machine without an NPU raises.
+    return asked is not None and module.is_initialized() and bool(asked())
 
 
 def confirm_same(

@@ -62,7 +62,8 @@ def test_a_program_that_logs_gets_every_line_its_own_way():
     assert sum("2 of 2 methods of megatron-core" in line for line in early) == 1
     assert all("methods of" in line for line in early)
     mine = [line for line in first if line.startswith("MINE ascend_parallel ")]
-    assert len(mine) == len(set(mine))
+    chosen = [line for line in mine if " asked in " not in line]  # a shape is asked about in each layout, maybe as long
+    assert len(chosen) == len(set(chosen))
     for part in ("overlap is on", "matmul_all_reduce [128, 32, 64] float32 on 2 cpu ranks: chunked, chunks: 4"):
         assert sum(part in line for line in mine) >= 1, (part, mine)
     assert not [line for line in second if "ascend_parallel " in line]
