@@ -31,6 +31,7 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--promise", metavar="name", help="run the tests of one row of docs/promises.md")
     parser.addoption("--part", default="1/1", metavar="k/n", help="run the k-th of n parts of the chosen tests")
 
 
@@ -53,6 +54,18 @@ def pytest_collection_modifyitems(config, items):
             sets[index].add_marker(pytest.mark.slow)
 
 
+class Promise:
+    """Keep the tests that are marked with one promise."""
+
+    @staticmethod
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(config, items):
+        name = config.getoption("promise")
+        kept = [item for item in items if any(name in mark.args for mark in item.iter_markers("promise"))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
 class Part:
     """Keep one of several parts of the chosen tests: whole files, about as many tests in each part."""
 
@@ -71,6 +84,8 @@ class Part:
 
 
 def pytest_configure(config):
+    if config.getoption("promise"):
+        config.pluginmanager.register(Promise())
     config.pluginmanager.register(Part())
 
 

@@ -1,6 +1,7 @@
 """Invalid numbers and files of commands: an error that names them, and exit status 2."""
 
 import pytest
+from marks import promise
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -9,6 +10,7 @@ LLAMA = ("predict", "--model", "llama2-7b", "--hardware", "910b")
 HUGE = "99999999999999999999"
 
 
+@promise("input-checked")
 @pytest.mark.parametrize(
     "words",
     [

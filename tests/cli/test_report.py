@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import rank_sections
 from launch import forked_python
+from marks import promise
 from rank_sections import FAILING, fails, hangs
 
 from ascend_parallel.cli.report.command import NAME, _run
@@ -55,6 +56,7 @@ def launched(tmp_path, ranks):
     return json.loads(values), page, done.stderr
 
 
+@promise("report-names")
 @pytest.mark.slow
 def test_every_section_under_torchrun_and_no_name_in_the_files(tmp_path):
     """On 3 ranks, which share neither the rows of the layers nor the heads of the model as these are."""
@@ -81,6 +83,7 @@ def test_every_section_under_torchrun_and_no_name_in_the_files(tmp_path):
         assert all(seconds > 0 for seconds in row["predicted"].values())
 
 
+@promise("report-names")
 @pytest.mark.sample("hangs-6-not done within 6 s")
 @pytest.mark.parametrize(
     ("measure", "limit", "said"), [(fails, 120, "rank 1 ended with status 1"), (hangs, 6, "not done within 6 s")]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from environments import call, environment
 from launch import forked_python
+from marks import promise
 from typer.testing import CliRunner
 
 from ascend_parallel import Settings
@@ -96,6 +97,7 @@ def both(python, **variables):
     return found[0].returncode, *(process.stdout + process.stderr for process in found)
 
 
+@promise("doctor-exit")
 @pytest.mark.slow
 def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     python = environment(tmp_path, without=["megatron"])
@@ -110,6 +112,7 @@ def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     assert "megatron-core" in doctor
 
 
+@promise("doctor-exit")
 @pytest.mark.slow
 def test_what_keeps_a_training_from_overlapping_ends_both_with_1():
     status, *said = both(sys.executable, COC_PARALLEL_NUM="4", COC_PARALEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -14,6 +14,7 @@ import struct
 import pytest
 import torch
 from checkpoints import are_as_in, model_tensors, tensor_shards
+from marks import promise
 from test_chunk_plan import PLAN
 from timelines import made
 
@@ -238,6 +239,7 @@ def try_many(folder, name, rounds, seed):
     return refused
 
 
+@promise("damaged-files")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_file_is_refused_by_name_or_read(tmp_path, name):
     rounds = FEW // 3 if name in ("manifest", "checkpoint", "metadata") else FEW

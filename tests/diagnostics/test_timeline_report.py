@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from marks import promise
 from timelines import MS, made
 
 from ascend_parallel.diagnostics.timeline import files as timeline_files
@@ -53,6 +54,7 @@ def test_e_bound_against_a_serial_run_is_the_benchmarks_within_its_bounds(folder
     assert (row.serial, row.e_bound, row.lost) == (75, 1, False)
 
 
+@promise("timeline-losses")
 def test_where_overlap_lost_it_is_said_with_what_to_do(folder, tmp_path):
     (note,) = merge(folder, against=serial_run(tmp_path / "serial")).notes
     assert note.startswith("overlap loses here: 1 of 1 passes that communicate took longer than in the serial run")
@@ -248,6 +250,7 @@ class _Tags(HTMLParser):
         self.attributes += [name for name, _ in attrs]
 
 
+@promise("timeline-escapes")
 def test_nothing_that_a_rank_wrote_becomes_a_tag(tmp_path):
     """Every text of a rank's file, wherever the page shows it."""
     clocks = [{"to": 0, "offset": 5, "error": 1}]

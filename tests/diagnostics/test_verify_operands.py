@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_verification import verifying
 from layers import same
+from marks import promise
 from pool import on_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -78,6 +79,7 @@ LAYERS = {
 }
 
 
+@promise("verify-bits")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("path", LAYERS)
 @on_ranks(2)

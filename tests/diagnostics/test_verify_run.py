@@ -14,6 +14,7 @@ import torch
 from allocations import _Watch
 from gpt_training import train
 from launch import launch
+from marks import promise
 from megatron_cpu import megatron_on_cpu, start_model_parallel
 from pool import on_ranks
 from test_verify import verifying
@@ -34,6 +35,7 @@ RUNS = {
 }
 
 
+@promise("verify-bits")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("count", "options"), RUNS.values(), ids=RUNS)
 @on_ranks()

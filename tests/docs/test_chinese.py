@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import promise
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
@@ -66,6 +67,7 @@ def test_the_pages_that_a_newcomer_reads_are_there_in_chinese():
     assert {"README.zh.md", *(f"docs/{page}.zh.md" for page in NEWCOMERS)} <= set(PAGES)
 
 
+@promise("chinese-pages")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_chinese_page_is_in_step_with_the_english_one(page):
     """The same headings, tables, lists, pictures, figures, names, links, and code but for its comments."""
@@ -200,6 +202,7 @@ def test_the_search_begins_a_word_at_every_word_of_the_vocabulary(hooks):
     assert not places("重计算", "每层的重计算") <= cut("每层的重计算", r"[\s\-]+")
 
 
+@promise("chinese-pages")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the site's search, is not installed")
 def test_the_site_finds_a_chinese_word_in_every_section_that_has_it(hooks, tmp_path):

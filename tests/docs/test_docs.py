@@ -1,5 +1,6 @@
 """What the documentation shows is what the package does."""
 
+import ast
 import doctest
 import functools
 import importlib.util
@@ -51,16 +52,37 @@ def test_there_is_one_way_to_install(page):
     assert of_the_source or not page.startswith("README")
 
 
-def test_every_promise_names_a_test_that_is_there():
-    rows = [line for line in (DOCS / "promises.md").read_text().splitlines() if re.match(r"\| [^-]", line)]
-    rows = [line for line in rows if not line.startswith("| promise")]
-    assert len(rows) > 20
-    for row in rows:
-        named = re.findall(r"`(\w+/test_\w+\.py)(?:::(\w+))?`", row)
-        assert named, row
-        for file, function in named:
-            text = (DOCS.parent / "tests" / file).read_text()
-            assert f"def {function}(" in text if function else text, (file, function)
+@pytest.fixture(name="promises", scope="module")
+def script_of_promises():
+    spec = importlib.util.spec_from_file_location("promises", DOCS / "promises.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_each_promise_names_the_tests_that_are_marked_with_it(promises):
+    text, tests = promises.PAGE.read_text(encoding="utf-8"), promises.tests_by_promise()
+    assert len(tests) > 80
+    assert promises.page(text, tests) == text, "run python docs/promises.py"
+    table_rows = [line for line in text.splitlines() if re.match(r"\| (?!promise \||<a id=)", line)]
+    assert table_rows == [], "a row has no name"
+
+
+def test_a_promise_without_a_test_and_a_mark_without_a_promise_are_errors(promises):
+    row = '| <a id="kept"></a>Bits are kept | always | |\n'
+    assert promises.page(row, {"kept": ["a.py::b"]}) == '| <a id="kept"></a>Bits are kept | always | `a.py::b` |\n'
+    with pytest.raises(ValueError, match=r"no test is marked promise\('kept'\)"):
+        promises.page(row, {})
+    with pytest.raises(ValueError, match=r"no row for promise\('other'\) in c.py::d"):
+        promises.page(row, {"kept": ["a.py::b"], "other": ["c.py::d"]})
+    with pytest.raises(ValueError, match="two rows are named 'kept'"):
+        promises.page(row + row, {"kept": ["a.py::b"]})
+
+
+def test_each_file_of_tests_says_what_it_is_for(promises):
+    files = [*promises.TESTS.rglob("test_*.py"), *(promises.TESTS / "support").glob("*.py")]
+    silent = [file for file in files if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))]
+    assert silent == []
 
 
 @pytest.mark.sample(1)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import promise
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +25,7 @@ def stored():
     return json.loads((ROOT / "benchmarks" / "data" / "figures.json").read_text())
 
 
+@promise("readme-figures")
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/measured.md", "docs/measured.zh.md"])
 def test_a_page_has_what_was_measured(figures, page):
     text = (ROOT / page).read_text(encoding="utf-8")

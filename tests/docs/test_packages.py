@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from environments import call, environment
+from marks import promise
 
 from ascend_parallel import __version__
 
@@ -77,6 +78,7 @@ def metadata(wheel):
         return message_from_bytes(archive.read(name))
 
 
+@promise("sdist-files")
 def test_the_source_distribution_has_all_that_is_tracked(sdist):
     with tarfile.open(sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
@@ -184,6 +186,7 @@ def test_without_a_compiler_the_wheel_is_one_of_pure_python_by_its_name(checkout
     assert "Root-Is-Purelib: true" in tags
 
 
+@promise("packages-extension")
 @pytest.mark.packages
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])

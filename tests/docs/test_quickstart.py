@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import forked_python
+from marks import promise
 from pool import on_ranks
 
 from ascend_parallel.diagnostics.timeline.files import Pass, Span
@@ -57,6 +58,7 @@ def test_all_pages_recommend_auto_and_the_same_lines():
         assert {variables["COC_PARALLEL_NUM"] for variables, _ in lines} == {"auto"}, page
 
 
+@promise("quickstart-lines")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "passes"),

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from pool import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +72,7 @@ SHAPES = {
 }
 
 
+@promise("layer-bits")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("count", "dtype"), [*((2, dtype) for dtype in DTYPES), (3, torch.float32), (3, torch.bfloat16)], ids=str
@@ -114,6 +116,7 @@ def agreements(group):
     ]
 
 
+@promise("probe-machines")
 def test_ranks_take_chunks_that_keep_bits_on_all_their_machines(ranks):
     first, second = ranks(2).run(agreements)
     assert first == second
@@ -157,6 +160,7 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@promise("probe-no-trace")
 @on_ranks(2)
 def test_the_probe_leaves_no_trace(group):
     """The probe is invisible to modes, random numbers and autograd."""
@@ -170,6 +174,7 @@ def test_the_probe_leaves_no_trace(group):
     assert x.grad is not None
 
 
+@promise("layer-bits")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", [(2048, 1024, 256), (1024, 256, 1024)])
 @on_ranks(2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from backends import as_backend
 from layers import Layers
+from marks import promise
 from pool import on_ranks
 from test_linear import SHAPES, check_column, check_row
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,6 +89,7 @@ def test_bits_are_those_of_tiles_summed_in_rank_order(ranks, count, dtype):
     assert ranks(count).run(bits, variants, dtype) == [(True, 1)] * count
 
 
+@promise("deterministic-runs")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "dtype"), [(3, torch.float32), (2, torch.float64), (2, torch.bfloat16), (3, torch.bfloat16)], ids=str
@@ -98,6 +100,7 @@ def test_sizes_of_real_layers(ranks, count, dtype):
     assert ranks(count).run(bits, variants, dtype, shapes) == [(True, 1)] * count
 
 
+@promise("deterministic-runs")
 @pytest.mark.sample("3")
 @pytest.mark.skipif(bool(NO_EXTENSION), reason=NO_EXTENSION)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -144,6 +147,7 @@ def calls(group, shape):
     return found
 
 
+@promise("deterministic-runs")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shape", [(1024, 64, 32), (2400, 16, 8), (96, 8, 8)])
 def test_whole_and_chunked_make_the_same_calls(ranks, count, shape):
@@ -175,6 +179,7 @@ def one_rank(shape, ranks):
     return y
 
 
+@promise("deterministic-ranks")
 @pytest.mark.parametrize("shape", [(4096, 1024, 256), (2048, 2048, 256)])
 def test_bits_do_not_depend_on_the_number_of_ranks(shape):
     """Only if each rank's rows are a multiple of the tile; the order of sums over ranks is tested elsewhere."""
@@ -213,6 +218,7 @@ def every_path(group, dtype):
             check_column(group, rows, dtype, settings, True)
 
 
+@promise("more-ranks")
 @pytest.mark.sample("4-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -256,6 +262,7 @@ def test_it_switches_on_by_itself():
     assert choose(Problem("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
 
 
+@promise("deterministic-megatron")
 @pytest.mark.parametrize("count", [3, 4])
 @on_ranks()
 def test_megatrons_deterministic_mode_asks_for_it(group):
@@ -280,6 +287,7 @@ def moved(tensor, elements):
     return found.copy_(tensor)
 
 
+@promise("deterministic-runs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_bits_do_not_depend_on_where_operands_lie(dtype):
     """On an AMD EPYC torch.mm alone fails this: fp32, rows that do not begin at multiples of 16 bytes."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import promise
 
 from ascend_parallel.ops.elementwise import (
     ELEMENTWISE,
@@ -106,6 +107,7 @@ def equal_in_pieces(function, dtype, elements, piece):
     return all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
 
 
+@promise("degree-tails")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_element_has_the_same_bits_in_every_tensor(kernels, dtype):
     for name, function in {**COVERED, **ALIKE}.items():
@@ -120,6 +122,7 @@ def test_torchs_own_kernels_differ():
         assert equal_in_pieces(function, torch.float32, 86 * 40, 43), name
 
 
+@promise("degree-tails")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shares_of_threads_change_nothing(kernels, dtype):
     before = torch.get_num_threads()
@@ -176,6 +179,7 @@ def stepped(kind, options, weights, gradients):
     return torch.cat([parameter.detach() for parameter in parameters])
 
 
+@promise("degree-tails")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_shard_is_updated_as_the_whole_weight(kernels, dtype):
     weight, *gradients = (torch.randn(43 * 20).to(dtype) for _ in range(4))

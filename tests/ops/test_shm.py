@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from pool import on_ranks
 from shm_cases import DTYPES, OPERATORS, check_call, cut, operands, pieces_of, rank_order_sum, same, segments
 from test_linear import SHAPES, check_column, check_row
@@ -200,6 +201,7 @@ def more_than_it_takes(group):
     return shm.reach(group), group in shm._SHARED, COUNTS.as_dict()[OPERATORS[0]]["calls"]
 
 
+@promise("rank-counts")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, shm.MAX_RANKS + 1])
 def test_layers_of_too_few_or_too_many_ranks_run_without_it(ranks, count):

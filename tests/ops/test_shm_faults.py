@@ -2,6 +2,7 @@
 
 import pytest
 from launch import launch
+from marks import promise
 from shm_cases import segments
 
 from ascend_parallel.ops import shm
@@ -36,6 +37,7 @@ for number in range(100000):
 """
 
 
+@promise("dead-rank")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_killed_rank_is_named_and_nothing_is_left_behind(count):
@@ -84,6 +86,7 @@ leave()
 """
 
 
+@promise("rank-error")
 def test_a_rank_that_raises_is_named_and_the_group_is_of_no_more_use():
     first, second = launch(START + RAISES, [{}] * 2, timeout=60)
     assert "failed on rank 0: rank 1 left the operator by an error of its own" in first.stdout, first.stderr
@@ -119,6 +122,7 @@ leave()
 """
 
 
+@promise("dead-rank")
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_its_global_rank():
     _, waiting, late = launch(START + ABSENT, [{}] * 3, timeout=60)
@@ -213,6 +217,7 @@ leave()
 """
 
 
+@promise("rank-settings")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_come_with_different_calls_are_told_what_each_came_with(count):

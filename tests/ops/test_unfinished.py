@@ -11,11 +11,14 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import promise
 
 from ascend_parallel.ops.collectives import FinishingWork
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.unfinished import UnfinishedTensor, at_end_of_backward, finished, postponed, whole
+
+pytestmark = promise("unfinished-rows")
 
 SIZES = {1: (16, 32, 16), 2: (8, 16, 8), 4: (4, 8, 4)}
 
@@ -424,6 +427,7 @@ BACKWARDS = {
 }
 
 
+@promise("unfinished-gradients")
 @pytest.mark.parametrize("chain", BACKWARDS)
 def test_gradients_pass_by_rows_up_to_the_next_matmul(chain):
     found, seen = [], []
@@ -538,6 +542,7 @@ USERS = {
 }
 
 
+@promise("unfinished-gradients")
 @pytest.mark.parametrize("user", USERS)
 def test_whoever_gets_a_gradient_gets_a_plain_finished_one(user):
     found = []

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from marks import promise
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -127,6 +128,7 @@ CASES = [
 ]
 
 
+@promise("context-bits")
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_groups_of_heads_have_the_bits_of_one_rank(ranks, case):

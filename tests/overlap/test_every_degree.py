@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from backends import as_backend
 from every_degree import at_degrees, digest
+from marks import promise
 
 from ascend_parallel import DegreeError, Settings, column_linear, row_linear
 from ascend_parallel.ops import Problem, choose
@@ -69,6 +70,7 @@ def of_all(group, cases):
     return [pair(group, *case) for case in cases]
 
 
+@promise("degree-layers")
 @pytest.mark.sample("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_of_one_rank(ranks, dtype):
@@ -106,6 +108,7 @@ def test_plain_bits_depend_on_the_degree(ranks):
         assert all(len({degree[0][name] for degree in found}) == 3 for name in ("y", "dx"))
 
 
+@promise("degree-layers")
 @pytest.mark.parametrize("parts", [(1024, 1024), (1024, 256, 256)])
 def test_fused_weights(ranks, parts):
     """[gate; up] and [q; k; v]: block b has the b-th share of each part; without its parts a weight has other bits."""
@@ -142,6 +145,7 @@ def of_rows(group, dim, dtype, shared, in_tree, computed=None):
     return [whole.detach(), *gradients]
 
 
+@promise("degree-norms")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
@@ -159,6 +163,7 @@ def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
         assert error <= max(1.05 * other, 1e-6)
 
 
+@promise("degree-layers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((1024, 8192), torch.float32), ((4096, 1024), torch.float32), ((8192, 2048), torch.bfloat16)]
@@ -179,6 +184,7 @@ def errors(group, settings):
     return float(error.norm() / truth.norm()), float(error.max() / truth.abs().max())
 
 
+@promise("degree-error")
 def test_sums_in_16_bits_are_as_exact_as_one_whole_call(ranks):
     whole = ranks(1).run(errors, Settings(mode=1))[0]
     for degree in (1, 2, 4):
@@ -219,6 +225,7 @@ def test_a_sum_sends_no_more_than_a_ring(ranks, count, chunks):
     assert ranks(count).run(sent, torch.bfloat16, chunks) == [3 * share] * count
 
 
+@promise("degree-refusals")
 @pytest.mark.parametrize(
     ("problem", "words"),
     [

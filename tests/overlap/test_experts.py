@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from marks import promise
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
@@ -197,6 +198,7 @@ ONE_SIDED = ((0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 9, 8, 0, 7))  # nothing sent
 FOUR = tuple(tuple((3 * r + 5 * e) % 7 for e in range(8)) for r in range(4))
 
 
+@promise("experts-bits")
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "case",

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from layers import Layers
+from marks import promise
 from pool import on_ranks
 from tolerances import close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -101,6 +102,7 @@ SETTINGS = pytest.mark.parametrize(
 )
 
 
+@promise("selective-checkpoints")
 @SETTINGS
 def test_selective_checkpoints_keep_every_gradient(ranks, settings, dtype):
     for found, _ in ranks(2).run(layers_under_policies, settings, dtype):

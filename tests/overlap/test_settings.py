@@ -1,3 +1,5 @@
+"""Variables and options: a value as it is written, or an error that names it."""
+
 import json
 import os
 import pickle
@@ -6,6 +8,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import promise
 
 from ascend_parallel import Settings, SettingsError
 from ascend_parallel.environment import near_misses, read_settings
@@ -229,6 +232,7 @@ DIGITS_BUT_NO_COUNT = [
 ]
 
 
+@promise("input-checked")
 @pytest.mark.parametrize("text", DIGITS_BUT_NO_COUNT)
 def test_every_variable_takes_ascii_digits_alone(text):
     for name in ("COC_PARALLEL_NUM", "USE_COC_FUSED_KERNEL", "COC_MODE", "COC_DETERMINISTIC", "COC_STRICT"):
@@ -240,6 +244,7 @@ def test_every_variable_takes_ascii_digits_alone(text):
         assert len(str(error.value)) < 500
 
 
+@promise("input-checked")
 @given(
     st.sampled_from(["USE_COC_FUSED_KERNEL", "COC_MODE", "COC_TIME_LIMIT", "COC_VERIFY", "COC_LOG_LEVEL"]),
     st.text(max_size=12),

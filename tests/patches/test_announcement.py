@@ -7,6 +7,7 @@ import torch
 from launch import launch
 from layers import Layers
 from logged import logged
+from marks import promise
 
 import ascend_parallel
 from ascend_parallel import Settings, SettingsError
@@ -42,6 +43,7 @@ def run(before="", **variables):
     return [process.stderr.splitlines() for process in processes]
 
 
+@promise("announcement")
 def test_a_run_says_once_that_it_is_overlapped():
     first, second = run(COC_PARALLEL_NUM="4")
     (line,) = [line for line in first if "ascend_parallel: " in line]
@@ -119,6 +121,7 @@ def test_a_level_is_put_back():
         OURS.setLevel(logging.NOTSET)
 
 
+@promise("announcement")
 def test_the_fallback_is_silent_where_somebody_listens(capsys, caplog):
     OURS.warning("heard by pytest's handler of the root logger")
     assert len(caplog.records) == 1

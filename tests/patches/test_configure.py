@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from layers import Layers
+from marks import promise
 
 import ascend_parallel
 
@@ -44,6 +45,7 @@ def half_way(group, folder):
         return found, ascend_parallel.status().settings.num_chunks
 
 
+@promise("configure-whole")
 def test_a_configure_that_fails_changes_nothing_and_is_told(ranks, tmp_path):
     try:
         assert ranks(2).run(half_way, tmp_path) == [(True, 4)] * 2

@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpt_training import REGION, megatron
 from hugging_face import worst
+from marks import promise
 from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+
+pytestmark = promise("one-rank-habits")
 
 
 def looks_up(self, tokens):

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch_parallel
 from hugging_face import load, tokens, whole, write
+from marks import promise
 
 from ascend_parallel.patches.dtensor_norm import install_norms, remove_norms
 from ascend_parallel.patches.transformers import on_one_rank
@@ -87,6 +88,7 @@ PACKED = {
 
 
 # Here and below each model in one dtype, and the Llama in both: sums in 16 bits are others, whatever the model.
+@promise("degree-packed")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("Phi3", torch.bfloat16), ("Glm", torch.float32)], ids=str)
 def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype):
@@ -98,6 +100,7 @@ def test_packed_weights_train_alike_at_every_degree(ranks, tmp_path, name, dtype
     assert len(set(one["losses"])) == STEPS
 
 
+@promise("degree-head-norms")
 @pytest.mark.slow
 def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path):
     path = write(tmp_path, "Qwen3", **SIZES, head_dim=16)
@@ -118,12 +121,14 @@ def refusal(group, path):
     return refused_in_the_tree(lambda: model(input_ids=tokens()))
 
 
+@promise("degree-head-norms")
 def test_norms_of_another_class_are_an_error(ranks, tmp_path):
     """How they are called is not known."""
     for text in ranks(2).run(refused, write(tmp_path, "Gemma3Text", **SIZES, head_dim=16)):
         assert "the gradients of Gemma3RMSNorm, summed over ranks, have no tree" in text
 
 
+@promise("degree-llama")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_llama_trains_alike_at_every_degree(ranks, path, dtype):
@@ -140,6 +145,7 @@ def test_without_it_a_llama_differs(ranks, path):
     assert one["losses"] != two["losses"]
 
 
+@promise("degree-llama")
 @pytest.mark.slow
 def test_torchs_own_styles_train_alike_at_every_degree(ranks):
     one, two, four = at_degrees(ranks, native, torch.float32, TREE)
@@ -148,6 +154,7 @@ def test_torchs_own_styles_train_alike_at_every_degree(ranks):
     assert len(set(one["losses"])) == STEPS
 
 
+@promise("degree-llama")
 @pytest.mark.slow
 def test_chunks_and_eight_ranks_change_nothing(ranks, path):
     (one,) = at_degrees(ranks, llama, path, torch.float32, TREE, degrees=(1,))
@@ -205,6 +212,7 @@ def test_norms_of_all_orders_have_the_same_bits_at_every_degree(ranks):
     assert all(len(values) == 1 for values in one.values())
 
 
+@promise("degree-torch-sequence")
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [
@@ -233,6 +241,7 @@ def test_dropout_is_an_error(ranks, path):
         assert "trains with dropout (config attention_dropout=0.1)" in text
 
 
+@promise("degree-refusals")
 @on_ranks(2)
 def test_a_parallel_loss_is_an_error(group):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module

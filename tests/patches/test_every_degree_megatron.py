@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from every_degree import at_degrees, digest, refused_in_the_tree
 from gpt_training import LLAMA, megatron
+from marks import promise
 from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, small_gpt
 from pool import on_ranks
 
@@ -98,6 +99,7 @@ def train(group, options, settings, dtype=torch.float32, batch=(4, 32), steps=ST
     return {"losses": losses, "norms": norms, **found}
 
 
+@promise("degree-megatron")
 @pytest.mark.sample("swiglu")
 @pytest.mark.parametrize(
     ("options", "dtype"), [(GPT, torch.float32), (BIASES, torch.bfloat16)], ids=["swiglu", "biases, bf16"]
@@ -114,6 +116,7 @@ def of_batches(group, cases):
     return [train(group, options, TREE, torch.float32, batch, 2) for options, batch in cases]
 
 
+@promise("degree-tails")
 def test_batches_and_features_that_are_no_whole_vectors(ranks):
     """SwiGLU, and gelu with biases: which elements come last depends on the degree."""
     gated, biased = {**GPT, "hidden": 64, "heads": 8, "ffn_hidden_size": 344}, {**BIASES, "hidden": 64, "heads": 8}
@@ -123,6 +126,7 @@ def test_batches_and_features_that_are_no_whole_vectors(ranks):
     assert four == one
 
 
+@promise("degree-megatron-sequence")
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -138,6 +142,7 @@ def test_sequence_parallelism_changes_nothing(ranks, options, dtype):
     assert at_degrees(ranks, train, {**options, "sequence_parallel": True}, TREE, dtype, degrees=(2, 4)) == [one, one]
 
 
+@promise("degree-megatron")
 @pytest.mark.slow
 def test_chunks_and_eight_ranks_change_nothing(ranks):
     (one,) = at_degrees(ranks, train, GPT, TREE, degrees=(1,))
@@ -197,6 +202,7 @@ def test_a_layer_of_a_class_that_is_not_known_is_an_error(group):
     assert "how megatron.core.ssm.mamba_mixer.MambaMixer packs its weight is not known" in found
 
 
+@promise("degree-refusals")
 @pytest.mark.parametrize(("options", "words"), REFUSALS.values(), ids=REFUSALS)
 @on_ranks(2)
 def test_what_has_no_tree_is_an_error(group, options, words):

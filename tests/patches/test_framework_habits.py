@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hugging_face import both, load, unequal, whole, worst, write
+from marks import promise
 from pool import on_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -189,6 +190,7 @@ def changed_before_backward(group, shared):
     return {**found, "frozen": refused(model, x, CHANGES["last"]), "frozen, h": refused(model, x, CHANGES["h"])}
 
 
+@promise("changed-operands")
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_weight_or_input_that_changes_before_backward_is_refused_as_plain_does(ranks, shared):
     changes = dict.fromkeys((*CHANGES, "frozen"), (True, True))
@@ -245,6 +247,7 @@ def of_transformers(path, group):
     return load(group, path), hugging_face.step
 
 
+@promise("replaced-torch")
 @pytest.mark.sample("transformers")
 @pytest.mark.parametrize("framework", ["torch plain", "torch sequence", "transformers"])
 def test_what_was_replaced_below_a_layer_stays_in_force(ranks, tmp_path, framework):
@@ -276,6 +279,7 @@ def loaded_and_stepped(group, path):
     return refused(load(group, path), torch.randint(480, (2, 96)), stepped)
 
 
+@promise("changed-operands")
 def test_a_step_of_transformers_between_forward_and_backward_is_refused_as_plain_does(ranks, tmp_path):
     assert ranks(2).run(loaded_and_stepped, write(tmp_path, "Llama", num_hidden_layers=1)) == [(True, True)] * 2
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import promise
 from megatron_cpu import finalize_gradients, next_token_loss
 from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
 from pool import on_ranks
@@ -89,6 +90,7 @@ CASES = {
 }
 
 
+@promise("megatron-experts-bits")
 @pytest.mark.sample("plain", "skewed, top-1, shared expert", "bf16, shared expert")
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
@@ -108,6 +110,7 @@ FOUR = {
 }
 
 
+@promise("megatron-experts-bits")
 @pytest.mark.sample("4 expert-parallel ranks")
 @pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
 def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
@@ -122,6 +125,7 @@ def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
         assert ("0 of" in coverage.split(";")[0]) != overlapped_linears
 
 
+@promise("megatron-experts-truth")
 @on_ranks(2)
 def test_gradients_are_those_of_all_experts_on_a_rank(group):
     def unsharded_name(name, rank):
@@ -157,6 +161,7 @@ def test_gradients_are_those_of_all_experts_on_a_rank(group):
     assert trained == 2 * 4 * 2  # layers, experts that get rows, weights
 
 
+@promise("megatron-experts-bits")
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @on_ranks(4)
@@ -262,6 +267,7 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "expert-parallel group has one rank" in reasons["one rank"]
 
 
+@promise("one-rank-habits")
 @pytest.mark.parametrize("first", [0, 1])
 @on_ranks(2)
 def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(group, first):

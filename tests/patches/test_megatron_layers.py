@@ -11,6 +11,7 @@ import torch
 from fused_gradients import install
 from layers import Layers, same
 from logged import logged
+from marks import promise
 from pool import on_ranks
 
 import ascend_parallel
@@ -233,6 +234,7 @@ def uncovered(group):
         return {"counts": ascend_parallel.ops.COUNTS.as_dict(), "lines": lines}
 
 
+@promise("uncovered-original")
 def test_what_is_not_covered_goes_to_the_original(ranks):
     first, second = ranks(2).run(uncovered)
     assert first["counts"] == {}

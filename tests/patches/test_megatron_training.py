@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gpt_training import both
+from marks import promise
 
 OPTIONS = {
     "all-reduce": {},
@@ -28,6 +29,7 @@ REAL_SIZES = {
 }
 
 
+@promise("gpt-bits")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("chunks", [4, 8])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -39,6 +41,7 @@ def test_two_ranks_train_with_the_same_bits_at_sizes_of_real_layers(ranks, seque
         assert all(count["chunks"] > count["calls"] for count in found["counts"].values())
 
 
+@promise("gpt-bits")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits(ranks, options):
@@ -57,6 +60,7 @@ def test_two_ranks_train_with_the_same_bits(ranks, options):
         assert found["coverage"].startswith("9 of 9 linear layers covered")
 
 
+@promise("more-ranks")
 @pytest.mark.sample("4")
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_train_alike(ranks, count):

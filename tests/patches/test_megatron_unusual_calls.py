@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from layers import Layers, same
+from marks import promise
 from pool import on_ranks
 
 import ascend_parallel
@@ -25,6 +26,7 @@ def plain_and_overlapped(layers, make, x, use=lambda layer, x: layer(x)):
     return [same(a, b) for a, b in zip(*runs, strict=True)], ascend_parallel.ops.COUNTS.as_dict()
 
 
+@promise("replaced-megatron")
 @on_ranks(2)
 def test_what_was_replaced_below_forward_stays_in_force(group):
     """Quantisers (NVIDIA ModelOpt) replace functions that forward calls; the layer must run their replacements."""
@@ -127,6 +129,7 @@ def replaced_in_autograd(group):
     return found
 
 
+@promise("replaced-megatron")
 def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
     for found in ranks(2).run(replaced_in_autograd):
         for name, what in (
@@ -188,6 +191,7 @@ def test_compiled_layers(group):
     assert same_bits == [True, True]
 
 
+@promise("settings-compared")
 @on_ranks(2)
 def test_what_one_rank_did_alone_is_not_compared(group):
     """A run or a configure() of a single rank leaves no settings for which the other ranks must wait."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpt_training import megatron
 from hugging_face import both, load, unequal, worst, write
+from marks import promise
 from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
 from pool import on_ranks
 from torch import nn
@@ -21,6 +22,8 @@ from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+
+pytestmark = promise("one-rank-habits")
 
 
 class Watching(TorchFunctionMode):

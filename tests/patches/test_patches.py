@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch import forked_python
+from marks import promise
 
 import ascend_parallel
 from ascend_parallel import SettingsError
@@ -205,6 +206,7 @@ def plain():
     return output(FORWARD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@promise("off-untouched")
 @pytest.mark.slow
 @pytest.mark.parametrize("environ", [{}, {"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, {"COC_MODE": "0"}])
 def test_off_means_untouched(plain, environ):
@@ -308,6 +310,7 @@ def test_a_misspelt_variable_is_warned_of_without_any_import_of_ours():
     assert "USE_COC_FUSED_KERNE, which nothing reads; did you mean USE_COC_FUSED_KERNEL" in done.stderr
 
 
+@promise("off-untouched")
 @pytest.mark.slow
 def test_apply_revert_apply_on_megatron():
     code = """

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from launch import launch
+from marks import promise
 
 from ascend_parallel import __version__
 from ascend_parallel.process_groups import consistency
@@ -50,6 +51,7 @@ def code(*parts, limit=20):
     return (START + "".join(parts)).replace("{limit}", str(limit))
 
 
+@promise("rank-settings")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("environs", "difference"),
@@ -136,6 +138,7 @@ os._exit(0)
 """
 
 
+@promise("dead-rank")
 @pytest.mark.parametrize(
     "operator",
     [
@@ -201,6 +204,7 @@ WAITS += ["a reshard across meshes", "the sum of gradients", "the norm of gradie
 WAITS += ["a measured all-reduce", "a measured reduce-scatter"]
 
 
+@promise("dead-rank")
 def test_a_missing_rank_is_named_within_the_programs_limit_in_groups_of_half_an_hour():
     """As in the groups of Megatron and of torch's DeviceMesh: gloo itself would wait for half an hour, also at exit."""
     waiting, _ = launch(code(STAYS_AWAY, limit=2), [{}] * 2, timeout=40)
@@ -259,6 +263,7 @@ def communications():
                 yield path.relative_to(ROOT).as_posix(), node.func.attr, starts
 
 
+@promise("wait-limits")
 def test_what_waits_without_a_limit_of_this_package_is_known():
     """Each has a reason above; a collective of a new file goes through `run_collective`, `Pending` or `NamedWork`."""
     found = {(file, name) for file, name, starts in communications() if not starts and not file.startswith(LINKS)}
@@ -287,6 +292,7 @@ os._exit(0)
 """
 
 
+@promise("rank-error")
 @pytest.mark.slow
 def test_a_rank_that_raises_between_chunks_reports_its_own_error():
     first, second = launch(code(RAISES, limit=4), [{}] * 2)
@@ -336,6 +342,7 @@ print("agreed")
 """
 
 
+@promise("settings-compared")
 @pytest.mark.slow
 def test_a_rank_that_came_alone_is_not_ahead_of_the_others():
     import_it = "\nimport ascend_parallel.process_groups.consistency\n"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from gpt_training import REGION, megatron, pipeline_step
 from logged import logged
+from marks import promise
 from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, small_gpt
 from pool import on_ranks
 
@@ -116,6 +117,7 @@ OPTIONS = {
 }
 
 
+@promise("region-choice")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [0.5, 2.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -131,6 +133,7 @@ def test_the_faster_way_stays_and_the_bits_too(ranks, options, share):
     assert f"2000.00 ms in layers and {2000 * share:.2f} ms in regions" in ours["status"]
 
 
+@promise("region-choice")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("shares", "region"), [([0.5, 0.6], True), ([0.5, 3.0], False), ([3.0, 0.5], False)])
 def test_ranks_with_unlike_clocks_decide_alike_by_the_slowest(ranks, shares, region):
@@ -226,6 +229,7 @@ def test_a_configuration_without_regions_is_not_timed(ranks):
     assert not on
 
 
+@promise("region-choice")
 @pytest.mark.slow
 @on_ranks(4)
 def test_each_pipeline_stage_decides_on_its_own_at_a_step_of_its_schedule(group):

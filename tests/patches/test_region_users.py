@@ -11,6 +11,7 @@ import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import REGION, megatron
+from marks import promise
 from megatron_cpu import next_token_loss, small_gpt
 from pool import on_ranks
 from torch.nn.modules import module as modules
@@ -171,6 +172,7 @@ def trained(model, habit, seen):
     return [loss, *(parameter.grad for parameter in model.parameters())]
 
 
+@promise("unfinished-rows")
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
@@ -261,6 +263,7 @@ ON_ONE_RANK = {
 }
 
 
+@promise("region-one-rank")
 @pytest.mark.sample(5)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("sequence_parallel", [False, True])

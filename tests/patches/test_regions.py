@@ -6,6 +6,7 @@ import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import LLAMA, REGION, both, megatron, pipeline_step, train
+from marks import promise
 from megatron_cpu import megatron_on_cpu, next_token_loss, small_gpt
 from pool import on_ranks
 
@@ -39,6 +40,7 @@ def beside_layers(group, options):
     return found
 
 
+@promise("region-bits")
 @pytest.mark.sample("llama, sequence parallel")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_ranks_train_with_the_same_bits_and_the_collectives_of_layers(ranks, options):
@@ -81,6 +83,7 @@ def unfinished_rows(group, options):
     )
 
 
+@promise("region-bits")
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
 def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
@@ -102,6 +105,7 @@ def test_more_ranks_train_alike(ranks, count, sequence_parallel):
             assert float.fromhex(plain) == pytest.approx(float.fromhex(overlapped), rel=1e-6)
 
 
+@promise("region-bits")
 @pytest.mark.sample("False")
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @on_ranks(4)
@@ -191,6 +195,7 @@ def test_a_timeline_shows_waits_and_chunks_where_they_ran(ranks, tmp_path, seque
         assert {"aten::add", "aten::native_layer_norm", "aten::gelu"} & {span.name for span in spans}
 
 
+@promise("region-bits")
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(4)

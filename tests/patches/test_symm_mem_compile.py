@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from compiling import compiling, fresh
+from marks import promise
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -110,6 +111,7 @@ def near(mine, other, dtype):
         assert (a - b).abs().max() <= LIMIT[dtype] * b.abs().max()
 
 
+@promise("symm-mem-bits")
 @pytest.mark.slow
 def test_compiled_with_the_kernels_and_without_in_one_process(ranks):
     """On two ranks the bits are those of the model compiled without them; nothing stale comes from a cache."""

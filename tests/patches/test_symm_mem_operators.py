@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
+from marks import promise
 from pairwise import pairwise
 from tolerances import close
 
@@ -165,6 +166,7 @@ def bits(group, shape, dim, dtype):
 GATHERED = [((128, 256), 0), ((4, 64, 256), 1), ((64, 4, 256), 0)]  # shapes of a rank's rows, and the dimension
 
 
+@promise("symm-mem-bits")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("dtype", "rows", "count"), pairwise(DTYPES, GATHERED, [2, 3, 4]), ids=str)
 def test_bits_are_those_of_a_whole_collective_and_a_whole_matmul(ranks, dtype, rows, count):

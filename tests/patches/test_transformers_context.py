@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from torch.nn.functional import cross_entropy
 
 import ascend_parallel
@@ -159,6 +160,7 @@ CASES = [
 ]
 
 
+@promise("context-bits")
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_shared_sequence_has_the_bits_of_one_rank(ranks, case):

@@ -16,6 +16,7 @@ from ascend_parallel.tuning.measured.chunk_plan import load_plan
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
+from marks import promise
 
 pytestmark = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -166,6 +167,7 @@ REAL += (("num_key_value_heads", 16),)
 ONE = (("num_experts_per_tok", 1),)
 
 
+@promise("experts-bits")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
@@ -293,6 +295,7 @@ class Reads(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@promise("experts-host-waits")
 def test_habits_of_users(ranks, path):
     for found, (plain, overlapped) in ranks(2).run(habits, path("Mixtral")):
         assert found == {"hooks on a rank": [], "frozen": []}
@@ -336,6 +339,7 @@ def planned(group, path, file):
     return answers
 
 
+@promise("auto-experts")
 def test_a_plan_has_the_groups_of_experts_that_tuning_measured(ranks, path, tmp_path):
     file = tmp_path / "plan.json"
     for tuned, in_two, original in ranks(2).run(planned, path("Mixtral"), str(file)):

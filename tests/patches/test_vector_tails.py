@@ -12,6 +12,7 @@ import ascend_parallel
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hugging_face import load, write
+from marks import promise
 
 from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.patches.transformers import on_one_rank
@@ -84,6 +85,7 @@ def mlps(group, shape, names, dtype, threads=1, installed=True):
         ascend_parallel.configure(num_chunks=1)
 
 
+@promise("degree-tails")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_of_features_that_are_no_whole_vectors(ranks, dtype):
     one, two, four = at_degrees(ranks, mlps, (7, 64, 344), list(ACTIVATIONS), dtype)
@@ -120,6 +122,7 @@ def llama(group, paths):
     return found
 
 
+@promise("degree-tails")
 def test_a_llama_of_odd_inner_sizes(ranks, tmp_path):
     heads = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
     paths = [write(tmp_path / str(inner), "Llama", **heads, intermediate_size=inner) for inner in (344, 1000)]

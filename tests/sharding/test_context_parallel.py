@@ -5,6 +5,7 @@ import pytest
 import small_models
 import torch
 from decoders import check_step, decoder, in_float64, sgd
+from marks import promise
 from pool import on_ranks
 from sharded_models import EXACT, made
 
@@ -68,6 +69,7 @@ def check_cut(plan):
         assert plan.layouts[Value(node.name)][place] == shard(2)
 
 
+@promise("planned-context")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_long_sequence_has_the_gradients_of_one_card(ranks, cp):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import promise
 from pool import on_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -69,6 +70,7 @@ CASES = [((3,), name) for name in BY_ELEMENT] + [((2, 2), name) for name in ("ms
 CASES += [((2 + place % 3,), name) for place, name in enumerate(name for name in FUNCTIONS if name not in BY_ELEMENT)]
 
 
+@promise("marked-functions")
 @pytest.mark.sample("(3,)-mse", "(2,)-plain")
 @pytest.mark.parametrize(("shape", "name"), CASES, ids=str)
 def test_losses_are_those_of_whole_tensors(ranks, shape, name):

@@ -8,6 +8,7 @@ import small_models
 import torch
 import torch.distributed.checkpoint as checkpoint
 from dispatched import Dispatched
+from marks import promise
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -158,6 +159,7 @@ def overlapped(group, rows, checkpointed):
     return [fusion.operator for fusion in static.fused]
 
 
+@promise("eager-overlap")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("rows", [R, S0], ids=["replicated", "rows"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from brute_force import call_of, check, describe, fits
 from decoders import check_step
+from marks import promise
 from pool import on_ranks
 from sharded_models import EXACT
 from torch import nn
@@ -110,6 +111,7 @@ def trained(group, sizes, groups, options):
     assert held["layers.1.down"] == (EXPERTS // sizes["ep"], H, F_)
 
 
+@promise("planned-experts")
 @pytest.mark.parametrize(
     ("sizes", "groups", "options"),
     [
@@ -127,6 +129,7 @@ def test_tokens_go_to_their_experts(ranks, sizes, groups, options):
 INSIDE_EXPERTS = [("ep", 1, 1)] * 3 + [("ep", "tp", 1), ("ep", 1, "tp"), ("ep", "tp", 1)]
 
 
+@promise("planned-experts")
 @pytest.mark.slow
 @on_ranks(4)
 def test_experts_of_which_each_is_divided_too(group):
@@ -185,6 +188,7 @@ def mixtral(group, mesh, options):
     )
 
 
+@promise("planned-experts")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -312,6 +316,7 @@ class Capacity(nn.Module):
         return (x + back - y).square().mean()
 
 
+@promise("planned-experts")
 @on_ranks(2)
 def test_experts_with_a_capacity_are_exchanged_by_the_plan(group):
     torch.manual_seed(3)

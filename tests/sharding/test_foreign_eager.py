@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from marks import promise
 from one_card import losses_of
 from torch import nn
 from torch.nn import functional as F
@@ -150,6 +151,7 @@ def trained(group, made, argument):
     return found, losses_of(whole, torch.optim.SGD(whole.parameters(), lr=0.5), [batch] * 2, loss)
 
 
+@promise("eager-models")
 @pytest.mark.sample("ViTMAE")
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - TRACED))
 def test_a_model_of_transformers_trains_by_its_own_python(ranks, name):
@@ -165,6 +167,7 @@ def test_the_calls_of_a_model_of_transformers_can_be_followed(name):
     assert not isinstance(trace(model, (), dict(zip(batch_of(name), batch, strict=True))).calls, str)
 
 
+@promise("eager-models")
 @pytest.mark.parametrize("kind", [MLP, Written])
 def test_losses_and_written_rows(ranks, kind):
     for found, expected in ranks(2).run(trained, of_this_file, kind):
@@ -271,6 +274,7 @@ class Mapped(MLP):
 ONES = torch.ones(8)
 
 
+@promise("eager-models")
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -6,6 +6,7 @@ import hf_decoders as example
 import pytest
 import torch
 from decoders import EXACT, check_step, decoder, in_float64
+from marks import promise
 from pool import on_ranks
 from sharded_models import compare, made, mesh_of
 from torch import nn
@@ -53,6 +54,7 @@ def test_a_decoder_trains_tensor_and_pipeline_parallel(ranks):
     assert held[0] != held[-1]
 
 
+@promise("planned-decoders")
 @pytest.mark.slow
 def test_a_decoder_trains_data_tensor_and_pipeline_parallel(ranks):
     held = ranks(8).run(trained, "Llama", 2, 2, 2, {})
@@ -176,6 +178,7 @@ def columns(graph, mesh):
     return propagate(graph, mesh, {"first": ([None, ("mp", 1), None], None)}, objective="redistribution")
 
 
+@promise("no-grad-scopes")
 @pytest.mark.parametrize("kind", [Regions, Mapped])
 @on_ranks(2)
 def test_regions_have_the_gradients_of_one_card(group, kind):
@@ -237,6 +240,7 @@ class Cast(nn.Module):
             return x @ x
 
 
+@promise("planned-decoders")
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from logged import logged
+from marks import promise
 from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -112,6 +113,7 @@ CASES = [("elements", (2,)), *((name, (3,)) for name in FUNCTIONS)]
 CASES += [(name, (2, 2)) for name in ("elements", "matmuls", "sums", "norms", "shapes", "indices", "written")]
 
 
+@promise("marked-functions")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("functions", "shape"), CASES, ids=str)
 def test_functions_are_those_of_whole_tensors(ranks, functions, shape):

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from marks import promise
 from pool import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
@@ -90,6 +91,7 @@ CASES = [
 ]
 
 
+@promise("marked-models")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "count"), CASES)
 @on_ranks()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoders import decoder
 from dispatched import Dispatched
+from marks import promise
 from pool import on_ranks
 from test_marked_decoders import columns_and_rows
 from test_marked_decoders import loss as decoder_loss
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ascend_parallel.sharding import ProcessMesh, shard_dataloader, shard_layer, shard_tensor, unshard
 
 
+@promise("marked-rules")
 @pytest.mark.slow
 @on_ranks(4)
 def test_torch_lays_out_no_function_of_a_marked_model(group):

@@ -10,6 +10,7 @@ import pytest
 import small_models
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
+from marks import promise
 from pool import on_ranks
 from sharded_models import column_and_row, compare, made, mesh_of, planned, step, tokens_of
 from torch import nn
@@ -93,6 +94,7 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
     return regions(), DelayedWork.unfinished
 
 
+@promise("region-truth")
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
 @pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from marks import promise
 from pool import on_ranks
 from sharded_models import mesh_of
 from torch import nn
@@ -81,6 +82,7 @@ def line_of(function, below):
     return rf"test_python_state\.py:{function.__code__.co_firstlineno + below}"
 
 
+@promise("traced-forward")
 @pytest.mark.parametrize(
     "forward, below, said",
     [
@@ -100,6 +102,7 @@ def test_what_differs_from_run_to_run_cannot_be_traced(forward, below, said):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
+@promise("traced-forward")
 @pytest.mark.parametrize(
     "forward, below, said",
     [
@@ -157,6 +160,7 @@ def zeroed(gradient):
     return gradient * 0
 
 
+@promise("gradient-hooks")
 @pytest.mark.parametrize("static", [True, False], ids=["graph", "eager"])
 @on_ranks(2)
 def test_hooks_on_gradients_are_refused_by_name(group, static):
@@ -179,6 +183,7 @@ def squared(model, x):
     return model(x).square().mean()
 
 
+@promise("gradient-hooks")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from pool import on_ranks
 from torch import nn
 
@@ -98,6 +99,7 @@ def agree(found):
             assert all(held[box] == others[box] for box in held.keys() & others.keys())
 
 
+@promise("random-masks")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("static", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("kind", RANDOM)
@@ -134,11 +136,13 @@ def resumed(group, folder, options):
     return went_on, found
 
 
+@promise("resume-bits")
 def test_a_checkpoint_goes_on_drawing_bit_for_bit(ranks, tmp_path):
     for went_on, found in ranks(2).run(resumed, tmp_path, STRATEGIES["auto, tp"]):
         assert found == went_on
 
 
+@promise("random-masks")
 @pytest.mark.parametrize("static", [True, False], ids=["graph", "eager"])
 @on_ranks(2)
 def test_masks_differ_between_pieces_and_forwards_and_follow_the_seed(group, static):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import promise
 from pool import on_ranks
 from sharded_models import compare, made, mesh_of
 from torch import nn
@@ -78,6 +79,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.emb(tokens)))
 
 
+@promise("tied-weights")
 def test_a_tied_weight_has_each_of_its_names():
     graph, plans = trace(made(Tied), (torch.zeros(8, dtype=torch.long),)), []
     for name in ("emb", "head"):

@@ -5,6 +5,7 @@ import modes
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from mesh_stages import MEGATRON
 from one_card import losses_of
 from pool import on_ranks
@@ -63,6 +64,7 @@ def told_apart(_group, options, more, stray):
     return said_by(step, map(batch_of, range(3)))
 
 
+@promise("replica-batches")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "more", "stray", "replica"),
@@ -98,6 +100,7 @@ def sampled(_group, by_data):
     return said_by(step, DataLoader(data, batch_size=8, sampler=sampler))
 
 
+@promise("replica-batches")
 def test_a_sampler_of_the_global_rank_is_refused_and_one_of_the_data_rank_is_not(ranks):
     for rank, (kind, message, number) in enumerate(ranks(4).run(sampled, False)):
         assert (kind, number) == ("DisagreementError", 0), rank

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import are_as_in, model_tensors, tensor_shards
 from launch import launch
+from marks import promise
 
 from ascend_parallel.training.checkpoint import CheckpointError, latest, load, save, steps, whole_state
 from ascend_parallel.training.checkpoint import folder as folders
@@ -41,6 +42,7 @@ def killed_in(target, name, path, **options):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
+@promise("checkpoint-whole")
 @pytest.mark.parametrize(
     ("target", "name", "whole"),
     [
@@ -112,6 +114,7 @@ def continue_on_two(group, path):
 # Damage
 
 
+@promise("checkpoint-checksums")
 def test_each_damaged_file_is_named_and_nothing_is_filled(tmp_path):
     save_one(tmp_path, 4, values={"position": 7})
     checkpoint = latest(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import are_as_in, model_tensors, tensor_shards
 from launch import forked_python
+from marks import promise
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
@@ -70,6 +71,7 @@ def test_names_of_steps_are_ascii_digits_of_directories(tmp_path):
 # Errors on a single rank
 
 
+@promise("checkpoint-ranks")
 def test_whatever_one_rank_meets_all_ranks_raise(ranks, checkpoint):
     content = ranks(2).run(load_with_a_fault, checkpoint)
     assert content[0] == content[1]

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from checkpoints import model_tensors, tensor_shards
+from marks import promise
 from torch.distributed.checkpoint.planner import WriteItemType
 from typer.testing import CliRunner
 
@@ -60,6 +61,7 @@ def poisoned(tmp_path):
     return *found, mark
 
 
+@promise("checkpoint-no-code")
 def test_no_way_of_reading_a_checkpoint_runs_what_its_metadata_names(poisoned, tmp_path):
     ours, megatron, mark = poisoned
     model = tensor_shards(model_tensors(), ONE, 0)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from launch import forked_python
+from marks import promise
 
 from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint import CheckpointError, CheckpointReader, load, lock, save, steps, whole_state
@@ -98,11 +99,13 @@ def race(folder, rounds, asynchronous):
     return won
 
 
+@promise("checkpoint-whole")
 @pytest.mark.slow
 def test_two_jobs_that_save_one_step_leave_the_checkpoint_of_one(tmp_path):
     race(tmp_path, 10, asynchronous=False)
 
 
+@promise("checkpoint-whole")
 @pytest.mark.stress
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_many_races_are_each_won_by_one(tmp_path, asynchronous):
@@ -218,6 +221,7 @@ def test_a_save_whose_lock_was_taken_cannot_overwrite_the_others(tmp_path, monke
     assert torch.equal(filled["w"].local, torch.ones(6))
 
 
+@promise("checkpoint-checksums")
 def test_checksums_are_of_what_was_written_not_of_what_is_read_back(tmp_path, monkeypatch):
     """A disk that returns other bytes than were written: the load fails."""
     from ascend_parallel.training.checkpoint import storage

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+from marks import promise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -71,6 +72,7 @@ def train(module, optimizer, count, start):
     return losses
 
 
+@promise("resume-bits")
 def test_training_goes_on_bit_for_bit(tmp_path):
     module = Small()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)

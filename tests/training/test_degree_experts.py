@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import most_bytes_of_a_step
 from brute_force_degrees import step_of_whole_plan
+from marks import promise
 from one_card import losses_of
 
 from ascend_parallel.settings import Settings, current_settings
@@ -63,6 +64,7 @@ def degrees_of(dp, ep, tp, pp, **options):
     return Degrees(dp=dp, ep=ep, tp=tp, pp=pp, rows=rows, micro_batches=ROWS // dp // rows, **options)
 
 
+@promise("degrees-experts")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_time_is_that_of_the_whole_plan_on_all_ranks(mesh):
@@ -102,6 +104,7 @@ def test_groups_hide_a_part_of_the_all_to_alls():
     assert one.total - two.total == pytest.approx(one.tensor - two.tensor)
 
 
+@promise("degrees-experts")
 @pytest.mark.slow  # that of models without experts is not
 def test_the_best_are_those_of_exhaustive_search():
     found = searching.search_traced(traced(), ranks=4, memory=LIMIT, hardware=HARDWARE)
@@ -167,6 +170,7 @@ def trained(group, tables):
     return losses, held
 
 
+@promise("degrees-experts")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_degrees_train_as_one_card_does(ranks, mesh):

@@ -4,6 +4,7 @@ import pytest
 import small_models
 import torch
 from every_degree import at_degrees, digest
+from marks import promise
 
 import ascend_parallel
 from ascend_parallel.ops.registry import DegreeError
@@ -43,6 +44,7 @@ def train(group, settings, options, dtype=torch.float32):
     return {"losses": losses, **{name: digest(weight) for name, weight in module.full_state_dict().items()}}
 
 
+@promise("degree-planned")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_planned_model_trains_alike_on_every_mesh(ranks, dtype):
@@ -59,6 +61,7 @@ def test_without_it_meshes_differ(ranks):
     assert one["losses"] != two["losses"]
 
 
+@promise("degree-planned")
 @pytest.mark.slow
 @pytest.mark.parametrize(("collectives", "degree"), [("keep", 8), ("recompute", 2)])
 def test_recompute_and_eight_ranks_change_nothing(ranks, collectives, degree):
@@ -71,6 +74,7 @@ ATTENTION = {name: layouts for name, layouts in CONFIGURED.items() if "attention
 HALF = {name: CONFIGURED[name] for name in ("layers.*.mlp.gate", "layers.*.mlp.up")}
 
 
+@promise("degree-planned")
 def test_what_the_planner_leaves_whole_trains_alike_too(ranks):
     """It gathers the features of a column layer for a layer that it has not cut."""
     options = {"operators": HALF, "mode": "auto"}
@@ -90,6 +94,7 @@ REFUSALS = {
 }
 
 
+@promise("degree-planned")
 @pytest.mark.parametrize(("options", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_what_has_no_tree_is_an_error(ranks, options, words):
     for text in ranks(2).run(train, TREE, options):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from torch import nn
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
@@ -86,6 +87,7 @@ def staged(schedule, virtual=1, zero_stage=0):
     }
 
 
+@promise("accumulation-16-bit")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("master_weights", [True, False])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -104,6 +106,7 @@ def test_micro_batches_of_one_rank(ranks, zero_stage):
     assert max(ranks(1).run(gradients, options, {}, "bfloat16")) < 1e-6
 
 
+@promise("accumulation-16-bit")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 import train as example
 from launch import forked_python, launch
+from marks import promise
 
 from ascend_parallel.training import rank_watch
 from ascend_parallel.training.rank_watch import PATIENCE, Heartbeats, RankWatch
@@ -61,6 +62,7 @@ def restarted(words):
     return done.stderr, losses_in(done.stdout)
 
 
+@promise("training-dead-rank")
 @pytest.mark.slow
 def test_training_goes_on_after_a_rank_was_killed(ranks, tmp_path):
     folders = [tmp_path / name for name in ("whole", "killed")]
@@ -166,6 +168,7 @@ except RankLostError as error:
 """
 
 
+@promise("training-dead-rank")
 @pytest.mark.slow
 def test_no_survivor_leaves_before_all_have_said_who_died():
     zero, first, _, three = launch(WATCHED + FIRST_TO_LEAVE, [{}] * 4, timeout=90)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import gpt
 import pytest
 import torch
+from marks import promise
 from mesh_stages import MEGATRON, SQUARE
 
 from ascend_parallel import Settings
@@ -85,6 +86,7 @@ def test_equal_stages_in_a_row_are_told_once():
     assert len({len(line) for line in table}) == 1
 
 
+@promise("strategy-report")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -110,6 +112,7 @@ def large(layers, **options):
     return plan_training(Strategy(mode="data", **options), model, (tokens, tokens))
 
 
+@promise("strategy-report")
 @pytest.mark.slow
 def test_a_plan_that_no_card_holds_is_warned_of():
     found = large(32, mesh={"dp": 2})
@@ -121,6 +124,7 @@ def test_a_plan_that_no_card_holds_is_warned_of():
         assert "warning" not in explain(fitting)
 
 
+@promise("strategy-report")
 @pytest.mark.slow
 def test_a_plan_in_which_ranks_repeat_the_same_work_says_so():
     model, batch = gpt.GPT(), gpt.batch_of(0)

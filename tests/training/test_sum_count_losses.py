@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import logged
+from marks import promise
 from one_card import farthest, losses_of
 from pool import on_ranks
 from test_train_step import TP
@@ -68,6 +69,7 @@ def staged(schedule, virtual=1):
     return {"mode": "data", "mesh": {"dp": 2}, "pipeline": pipeline, "overlap": OverlapOptions(operators=False)}
 
 
+@promise("masked-mean")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),
@@ -138,6 +140,7 @@ def wrong(_group, what):
     return ""
 
 
+@promise("loss-count")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "messages"),
@@ -175,6 +178,7 @@ def trained_by_weights(_group, options):
     return losses
 
 
+@promise("loss-count")
 @pytest.mark.sample("graph")
 @pytest.mark.parametrize(
     "options",
@@ -227,6 +231,7 @@ STAGES = {"mode": "data", "mesh": {"dp": 1}, "pipeline": PipelineOptions(degree=
 COUNTS = "micro-batches count 10, 26, 42, 58: the mean of their means is not the batch's; have the loss return"
 
 
+@promise("masked-mean")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "more", "loss", "messages"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from one_card import losses_of
 from pool import on_ranks
 from torch import nn
@@ -273,6 +274,7 @@ def tied(_group, marked_names, is_static):
 TOKENS = [tuple(batch) for batch in torch.randint(0, 32, (STEPS, 2, 8), generator=torch.Generator().manual_seed(1))]
 
 
+@promise("tied-weights")
 @pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize("marked_names", [("emb",), ("head",), ("emb", "head")], ids=str)
 def test_a_tied_weight_stays_tied_whichever_name_is_marked(ranks, marked_names, is_static):

@@ -6,6 +6,7 @@ import gpt
 import pytest
 import torch
 import torch.distributed as dist
+from marks import promise
 from one_card import farthest, losses_of
 from pool import on_ranks
 from test_train_step import STEPS, check, model_and_optimizer, trained_whole
@@ -245,6 +246,7 @@ def changed_later(_group):
     return later, before
 
 
+@promise("later-changes")
 def test_what_changes_the_given_model_or_optimizer_is_refused(ranks):
     for later, before in ranks(2).run(changed_later):
         wrong = {name: message for name, message in later.items() if CHANGES[name][1] not in message}
@@ -267,6 +269,7 @@ def changed_in_force(_group, options, more, change):
     return losses
 
 
+@promise("later-changes")
 @pytest.mark.parametrize(
     ("options", "more", "change"),
     [

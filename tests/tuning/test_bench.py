@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import forked_python
+from marks import promise
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -167,6 +168,7 @@ NOISY = {SERIAL: [3.0, 4.0, 5.0], "2 chunks": [6.0, 3.2, 2.5], "4 chunks": [2.3,
 NOISE = {name: NOISY[name] for name in (SERIAL, "2 chunks")}
 
 
+@promise("bench-best")
 def test_what_may_be_noise_is_not_called_best():
     (row,) = rows_of(["up"], [found(NOISE)])
     (variant,) = row.variants

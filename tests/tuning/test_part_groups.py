@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import promise
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.tuning.measured import part_groups
@@ -52,6 +53,7 @@ def chosen(group, rounds, slow_rank):
     return entry.sizes, entry.serial, entry.operator
 
 
+@promise("auto-experts")
 @pytest.mark.parametrize("slow_rank", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_groups_have_to_win_round_by_round_on_the_slowest_rank(ranks, case, slow_rank):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from layers import Layers
 from logged import logged
+from marks import promise
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,6 +23,7 @@ from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import MeasuredParts, Tuner, clear, decide, predicted, scaled
 
 
+@promise("auto-no-loss")
 @pytest.mark.parametrize(
     ("ours", "sizes"),
     [
@@ -212,6 +214,7 @@ def decided(group, path, seconds):
     return lines, sizes
 
 
+@promise("auto-log")
 @pytest.mark.parametrize(
     ("seconds", "tuned"),
     [

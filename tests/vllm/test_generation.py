@@ -45,6 +45,7 @@ def of_families(folder, families):
     return {family: beside_plain(engine(family, folder)) for family in families}
 
 
+@pytest.mark.promise("vllm-tokens")
 @pytest.mark.parametrize("run", [dense, with_gelu, with_experts])
 def test_tokens_and_logprobs_are_those_of_vllm(run, tmp_path):
     families = GROUPS[(dense, with_gelu, with_experts).index(run)]
