@@ -14,7 +14,6 @@ from ascend_parallel.cli.options import DTYPES, MINDFORMERS, MOST_RANKS, MOST_RO
 from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
-    PUBLISHED_HARDWARE,
     Hardware,
     all_hardware,
     find_hardware,
@@ -24,15 +23,15 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, require
 from ascend_parallel.tuning.step_time.runtimes import MEGATRON, PLANNED, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
+    from ascend_parallel.tuning.cost_model.assumptions import Assumptions
     from ascend_parallel.tuning.cost_model.mindformers import MindFormersRun
     from ascend_parallel.tuning.cost_model.models import Model
-    from ascend_parallel.tuning.cost_model.published import Assumptions
 
 WIDTH = 150
 # Options that a file of MindFormers gives.
 GIVEN_BY_RUNS = (
     *("tp", "dp", "pp", "cp", "ep", "zero", "micro_batch", "micro_batches", "virtual_stages"),
-    *("sequence_parallel", "recompute", "recompute_layers", "gains", "published"),
+    *("sequence_parallel", "recompute", "recompute_layers"),
 )
 EXAMPLES = """Predict the gain of overlap for a model, per layer and end to end, from a cost model; needs no device.
 
@@ -47,10 +46,6 @@ Examples:
   ascend-parallel predict --model mixtral-8x7b --tp 2 --dp 32 --ep 8 --hardware 910b
 
   ascend-parallel predict --mindformers pretrain_qwen3_32b_4k.yaml --hardware 910b
-
-  ascend-parallel predict --published
-
-  ascend-parallel predict --gains
 
   ascend-parallel predict --list
 
@@ -82,7 +77,7 @@ SequenceParallel = Annotated[
     bool | None,
     typer.Option(
         "--sequence-parallel/--no-sequence-parallel",
-        help="All-gather and reduce-scatter, or all-reduce; default: the first, with --published both.",
+        help="All-gather and reduce-scatter, or all-reduce; default: the first.",
     ),
 ]
 VirtualStages = Annotated[
@@ -103,8 +98,8 @@ RuntimeName = Annotated[
     str | None,
     typer.Option(
         "--runtime",
-        help=f"What runs the step: {', '.join(RUNTIMES)}; default: {PLANNED.name}, as plan-training plans it; with "
-        f"--gains {MEGATRON.name}: Megatron-core with fused operators.",
+        help=f"What runs the step: {', '.join(RUNTIMES)}; default: {PLANNED.name}, as plan-training plans it; "
+        f"{MEGATRON.name}: Megatron-core with fused operators.",
     ),
 ]
 RecomputeLayers = Annotated[int, typer.Option(min=0, help="Layers of each stage that are recomputed; 0: all.")]
@@ -119,16 +114,6 @@ MindFormersFile = Annotated[
 ]
 ListAll = Annotated[bool, typer.Option("--list", help="List models and hardware.")]
 Sources = Annotated[bool, typer.Option("--sources", help="Print every number of the hardware with its source.")]
-Published = Annotated[
-    bool, typer.Option("--published", help="Compare published trainings with predictions, by source.")
-]
-Gains = Annotated[
-    bool,
-    typer.Option(
-        "--gains",
-        help=f"Compare the gains that MindSpeed publishes with predictions; hardware by default: {PUBLISHED_HARDWARE}.",
-    ),
-]
 
 
 def predict(
@@ -161,24 +146,14 @@ def predict(
     mindformers: MindFormersFile = None,
     list_all: ListAll = False,
     sources: Sources = False,
-    published: Published = False,
-    gains: Gains = False,
 ) -> None:
     """Run the command; the help text is `EXAMPLES`."""
-    from ascend_parallel.tuning.cost_model.published import PUBLISHED, Assumptions, compare
-    from ascend_parallel.tuning.cost_model.published_report import show_published
+    from ascend_parallel.tuning.cost_model.assumptions import Assumptions
     from ascend_parallel.tuning.cost_model.report import show
     from ascend_parallel.tuning.cost_model.step import Layout
 
     out = console(WIDTH)
     with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
-        if published:
-            _refuse_beside("--published", "published trainings", model, model_file, list_all, sources)
-            _show_published(out, as_json)
-            return
-        if gains:
-            _refuse_beside("--gains", ", ".join(PUBLISHED), model, model_file, list_all, sources)
-            hardware = PUBLISHED_HARDWARE if hardware is None and hardware_file is None else hardware
         if list_all:
             _list(out, as_json)
             return
@@ -188,7 +163,7 @@ def predict(
             virtual_stages, micro_batches, micro_batch = run.virtual_stages, run.micro_batches, run.micro_batch
             seq, sequence_parallel = seq or run.sequence, run.sequence_parallel and run.tp > 1
             recompute, recompute_layers = "full" if run.recomputes else "none", run.most_recomputed
-        machine = _hardware(hardware, hardware_file, link, launch_us)
+        machine = hardware_of(hardware, hardware_file, link, launch_us)
         if sources:
             _show_sources(machine, out, as_json)
             return
@@ -203,7 +178,7 @@ def predict(
                 recompute_layers=recompute_layers,
                 zero=zero,
                 overlap_gradients=overlap_gradients,
-                runtime=_runtime(runtime or (MEGATRON if gains else PLANNED).name),
+                runtime=runtime_of(runtime or PLANNED.name),
             ),
             dtype=dtype_of(dtype or machine.dtype),
             tp=tp,
@@ -212,22 +187,19 @@ def predict(
             etp=etp,
             sequence=seq,
             micro_batch=micro_batch,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sequence_parallel is not False,
         )
         if html is not None:
             needs_folder("--html", html)
-            require("--html", html, not gains, "it without --gains, which predicts several steps")
         with progress_console(as_json).status("predicting"):
             described = run.model() if run and model is None and model_file is None else None
-            result = compare(work) if gains else _predicted(described or _model(model, model_file), work, html)
+            result = _predicted(described or _model(model, model_file), work, html)
     if run is not None and as_json:
         result["mindformers"] = run.as_dict()
     elif run is not None:
         out.print(run.report(), markup=False, highlight=False)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
-    elif gains:
-        show_published(result, out)
     else:
         show(result, out)
 
@@ -250,7 +222,7 @@ def _predicted(model: Model, work: Assumptions, html: Path | None) -> dict[str, 
     from ascend_parallel.tuning.cost_model.report import summary
     from ascend_parallel.tuning.cost_model.step import step_work
 
-    batch = work.batch(model, work.sequence_parallel is not False)
+    batch = work.batch(model)
     prediction = predicted(model, batch, work.layout, work.hardware)
     if html is not None:
         from ascend_parallel.tuning.step_time.lanes import page
@@ -261,27 +233,8 @@ def _predicted(model: Model, work: Assumptions, html: Path | None) -> dict[str, 
     return prediction
 
 
-def _refuse_beside(
-    option: str, what: str, model: str | None, model_file: Path | None, list_all: bool, sources: bool
-) -> None:
-    others = {"--model": model, "--model-file": model_file, "--list": list_all, "--sources": sources}
-    for other, value in others.items():
-        if value:
-            raise PlanningError(f"{other} is not allowed with {option}, which predicts {what}")
-
-
-def _show_published(out: Console, as_json: bool) -> None:
-    from ascend_parallel.tuning.published.report import compare_runs, show_runs
-
-    with progress_console(as_json).status("predicting"):
-        comparison = compare_runs()
-    if as_json:
-        typer.echo(json.dumps(comparison, indent=2))
-    else:
-        show_runs(comparison, out)
-
-
-def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
+def hardware_of(name: str | None, path: Path | None, link: str | None, launch_us: float | None) -> Hardware:
+    """Return the hardware of `--hardware`, `--hardware-file`, `--link` and `--launch-us`."""
     if name is not None and path is not None:
         raise PlanningError(f"give either --hardware or --hardware-file. Known: {', '.join(all_hardware())}")
     hardware = read_hardware(path) if path is not None else find_hardware(name or DEFAULT_HARDWARE)
@@ -290,7 +243,8 @@ def _hardware(name: str | None, path: Path | None, link: str | None, launch_us: 
     return hardware if launch_us is None else hardware.with_launch(launch_us * 1e-6)
 
 
-def _runtime(name: str) -> Runtime:
+def runtime_of(name: str) -> Runtime:
+    """Return the runtime of `--runtime`."""
     require("--runtime", name, name in RUNTIMES, ", ".join(RUNTIMES))
     return RUNTIMES[name]
 

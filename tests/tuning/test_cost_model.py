@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published.gains import with_fixed_cost
 from simulation import Task, call_tasks, length, simulate
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER, Problem
@@ -18,7 +19,6 @@ from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
-from ascend_parallel.tuning.cost_model.published import with_fixed_cost
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 SECONDS = st.floats(min_value=0, max_value=1, allow_nan=False)

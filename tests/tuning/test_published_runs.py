@@ -3,15 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-import predicted_and_published
+import published_trainings
 import pytest
-from published_degrees import compare_launch, launch_page
+from published.degrees import compare_launch, launch_page
+from published.prediction import measured_seconds, obstacle, predict_run
+from published.report import compare_runs
+from published.runs import all_runs
 
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
-from ascend_parallel.tuning.published.prediction import measured_seconds, obstacle, predict_run
-from ascend_parallel.tuning.published.report import compare_runs
-from ascend_parallel.tuning.published.runs import all_runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "predicted-and-published.md"
 
@@ -64,19 +64,15 @@ def test_what_cannot_be_predicted_says_why():
 
 def test_the_page_has_the_tables_of_the_command(comparison):
     document = PAGE.read_text(encoding="utf-8")
-    made = predicted_and_published.inserted(
-        document, predicted_and_published.PREDICT, predicted_and_published.page(comparison)
-    )
-    assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"
+    made = published_trainings.inserted(document, published_trainings.PREDICT, published_trainings.page(comparison))
+    assert made == document, "run python benchmarks/published_trainings.py --write docs/predicted-and-published.md"
 
 
 @pytest.mark.slow
 def test_the_page_has_the_tables_of_plan_training():
     document = PAGE.read_text(encoding="utf-8")
-    made = predicted_and_published.inserted(
-        document, predicted_and_published.PLANNED, predicted_and_published.planned()
-    )
-    assert made == document, "run python docs/predicted_and_published.py docs/predicted-and-published.md"
+    made = published_trainings.inserted(document, published_trainings.PLANNED, published_trainings.planned())
+    assert made == document, "run python benchmarks/published_trainings.py --write docs/predicted-and-published.md"
 
 
 @pytest.mark.slow

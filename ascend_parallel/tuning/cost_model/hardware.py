@@ -29,8 +29,6 @@ from ascend_parallel.tuning.cost_model.tables import (
 
 # The hardware of every prediction and plan, in Python and of the commands, if none is named.
 DEFAULT_HARDWARE = "910b"
-# Of the gains that MindSpeed publishes; assumed: the chip is not published.
-PUBLISHED_HARDWARE = "ascend-910b2"
 TOPOLOGIES = ("mesh", "ring")
 MOST_BITS = 1e15
 Steps = tuple[tuple[float, ...], ...]

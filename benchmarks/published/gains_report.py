@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ascend_parallel.text.tables import FittedTable, terminal_table
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD
-from ascend_parallel.tuning.cost_model.published import SCHEDULES, percent
+from published.gains import SCHEDULES, percent
 
 WIDEST = {"value": 46}
 LEGEND = """\
@@ -21,7 +21,7 @@ model. None was fitted to the published gains."""
 
 
 def show_published(comparison: Mapping[str, Any], console: Console) -> None:
-    """Print a comparison of `published.compare`."""
+    """Print a comparison of `gains.compare`."""
     console.print(f"published by {comparison['source']}", markup=False, highlight=False)
     console.print(_gains(comparison))
     console.print(LEGEND, markup=False, highlight=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ascend_parallel.tuning.cost_model.models import Model, find_model
@@ -179,7 +179,7 @@ class PublishedRun:
 @lru_cache(maxsize=1)
 def all_runs() -> tuple[PublishedRun, ...]:
     """Return the published rows, in the order of the file."""
-    text = (resources.files("ascend_parallel.tuning.published") / "data" / FILE).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "data" / FILE).read_text(encoding="utf-8")
     return tuple(_run(row) for row in parse_toml(text, FILE)["row"])
 
 

@@ -1,41 +1,54 @@
-"""Make the tables of docs/predict.md that show what the predictions of `predict --gains` depend on.
+"""Compare the gains of overlap that MindSpeed publishes with predictions of the same training steps; needs no device.
 
-    python docs/published_gains.py                    print the tables
-    python docs/published_gains.py docs/predict.md    write them between the file's marks
+    python benchmarks/published_gains.py                             print tables
+    python benchmarks/published_gains.py --seq 8192 --no-sequence-parallel --hardware 910b3
+    python benchmarks/published_gains.py --json                      the same values; gains are shares
+    python benchmarks/published_gains.py --write docs/predict.md     write the page's tables
 
 No number of the model was changed to fit these gains.
 """
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
-
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
-from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
-from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
-from ascend_parallel.tuning.cost_model.cost import CostModel
-from ascend_parallel.tuning.cost_model.hardware import PUBLISHED_HARDWARE, Hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, Schedule
-from ascend_parallel.tuning.cost_model.models import find_model
-from ascend_parallel.tuning.cost_model.published import (
+import typer
+from published.gains import (
     FUSED_BOUND,
+    MODES,
     PUBLISHED,
     PUBLISHED_TP,
-    Assumptions,
     compare,
     percent,
     step_gain,
     with_fixed_cost,
 )
+from published.gains_report import show_published
+
+from ascend_parallel.cli import predict
+from ascend_parallel.cli.options import SequenceOption, dtype_of
+from ascend_parallel.cli.output import console, errors, progress_console
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.text.tables import markdown_table
+from ascend_parallel.tuning.cost_model.assumptions import Assumptions
+from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
+from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
+from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, Schedule
+from ascend_parallel.tuning.cost_model.models import find_model
 from ascend_parallel.tuning.cost_model.step import Layout
+from ascend_parallel.tuning.step_time.runtimes import MEGATRON
 
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
-HARDWARE = PUBLISHED_HARDWARE
+# Assumed: the publication does not name the chip.
+HARDWARE = "ascend-910b2"
+WIDTH = 150
 # Matmul-all-reduce [5416, 6144, 1408] fp16 on 8 x 910B1 (PTO-ISA, kernels/manual/a2a3/gemm_ar), microseconds,
 # as published on 27 April 2026. An older page had 743 in turn (365 + 375) and 631 overlapped.
 OPERATOR = (5416, 6144, 1408)
@@ -46,14 +59,53 @@ EXTRA_FIXED = (0, 50, 200, 460)
 LAUNCHES = (0, 20, 50, 100)
 
 
-def main() -> None:
-    """Print the tables, or write them into the file named."""
-    text = tables()
-    if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
-        path.write_text(inserted(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+def main(
+    hardware: predict.HardwareName = HARDWARE,
+    link: predict.LinkRate = None,
+    tp: predict.TensorRanks = PUBLISHED_TP,
+    dp: predict.Replicas = 1,
+    pp: predict.Stages = 1,
+    seq: SequenceOption = None,
+    micro_batch: predict.MicroBatch = None,
+    micro_batches: predict.MicroBatches = None,
+    sequence_parallel: predict.SequenceParallel = None,
+    runtime: predict.RuntimeName = MEGATRON.name,
+    recompute: predict.Recompute = "none",
+    dtype: predict.Dtype = None,
+    launch_us: predict.LaunchTime = None,
+    write: Annotated[Path | None, typer.Option(help="Write the tables of this page between its marks.")] = None,
+    as_json: predict.AsJson = False,
+) -> None:
+    """Compare the gains of overlap that MindSpeed publishes with predictions of the same training steps.
+
+    Options replace the assumptions; a sequence, a micro-batch or a mode that is not given is varied.
+    """
+    if write is not None:
+        write.write_text(inserted(write.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+        return
+    with errors("published_gains", ArithmeticError):
+        machine = predict.hardware_of(hardware, None, link, launch_us)
+        layout = Layout(
+            dp=dp,
+            pp=pp,
+            micro_batches=micro_batches or 8 * pp,
+            recompute=recompute,
+            runtime=predict.runtime_of(runtime or MEGATRON.name),
+        )
+        work = Assumptions(
+            hardware=machine,
+            layout=layout,
+            dtype=dtype_of(dtype or machine.dtype),
+            tp=tp,
+            sequence=seq,
+            micro_batch=micro_batch,
+        )
+        with progress_console(as_json).status("predicting"):
+            found = compare(work, tuple(MODES) if sequence_parallel is None else (sequence_parallel,))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
     else:
-        sys.stdout.write(text)
+        show_published(found, console(WIDTH))
 
 
 def inserted(document: str, text: str) -> str:
@@ -81,10 +133,14 @@ def tables() -> str:
 def model_gain(model: str, hardware: Hardware, sequence_parallel: bool, schedule: Schedule) -> float:
     """Return the predicted gain of a training step over Megatron-core's schedule."""
     layout = Layout(micro_batches=8)
-    batch = Assumptions(hardware=hardware, layout=layout, dtype=torch.bfloat16).batch(
-        find_model(model), sequence_parallel
+    work = Assumptions(
+        hardware=hardware,
+        layout=layout,
+        dtype=torch.bfloat16,
+        tp=PUBLISHED_TP,
+        sequence_parallel=sequence_parallel,
     )
-    return step_gain(_costs(hardware), find_model(model), batch, layout, schedule)
+    return step_gain(_costs(hardware), find_model(model), work.batch(find_model(model)), layout, schedule)
 
 
 @cache
@@ -124,7 +180,7 @@ def _chips() -> str:
 def _beside() -> str:
     """Return the bounds in all-reduce mode, and how far a gain is outside of the grid."""
     layout, base = Layout(micro_batches=8), find_hardware(HARDWARE)
-    found = compare(Assumptions(hardware=base, layout=layout, dtype=torch.bfloat16, sequence_parallel=False))
+    found = compare(Assumptions(hardware=base, layout=layout, dtype=torch.bfloat16, tp=PUBLISHED_TP), (False,))
     rows = []
     for model in found["models"]:
         (case,) = model["cases"]
@@ -171,9 +227,8 @@ def _operator() -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    return "".join(f"{line}\n" for line in markdown_table(heads, rows))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from ascend_parallel.text.tables import terminal_table
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.published.prediction import RunPrediction, measured_seconds, obstacle, predict_run
-from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
+from published.prediction import RunPrediction, measured_seconds, obstacle, predict_run
+from published.runs import PublishedRun, all_runs
 
 WITHIN = 0.2
 HEADS = ("run", "cards", "tp pp cp dp", "published s", "predicted s", "error", "memory GB", "fits", "pitfall")

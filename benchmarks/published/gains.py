@@ -6,21 +6,19 @@ both modes and over a grid of sequences and micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
-
 from ascend_parallel.text import dtype_name
+from ascend_parallel.tuning.cost_model.assumptions import Assumptions
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, BEST, BOUND, EQUAL, FORWARD, MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model
 from ascend_parallel.tuning.cost_model.report import gain
-from ascend_parallel.tuning.cost_model.step import Layout, operators_of, parts_of, step_time
+from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time
 from ascend_parallel.tuning.cost_model.tables import ASSUMED
 
 # End to end, fused operators, TP 8, as shares.
@@ -67,57 +65,12 @@ LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """What a prediction assumes; None varies a value that is not published: modes, and sequences and micro-batches."""
-
-    hardware: Hardware
-    layout: Layout
-    dtype: torch.dtype
-    tp: int = PUBLISHED_TP
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    sequence: int | None = None
-    micro_batch: int | None = None
-    sequence_parallel: bool | None = None
-
-    @cached_property
-    def costs(self) -> CostModel:
-        """The cost model of the hardware."""
-        return CostModel(self.hardware)
-
-    @cached_property
-    def slower(self) -> CostModel:
-        """The cost model with `SLOWER_COLLECTIVE` more for each collective."""
-        return CostModel(with_fixed_cost(self.hardware, SLOWER_COLLECTIVE))
-
-    def modes(self) -> list[bool]:
-        """Return the values of sequence parallelism."""
-        return list(MODES) if self.sequence_parallel is None else [self.sequence_parallel]
-
-    def batch(self, model: Model, sequence_parallel: bool) -> Batch:
-        """Return the batch of `model`; by default the sequence that it was trained with, and micro-batch 1."""
-        return Batch(
-            sequence=self.sequence or model.sequence or 4096,
-            micro_batch=self.micro_batch or 1,
-            tp=self.tp,
-            sequence_parallel=sequence_parallel,
-            dtype=self.dtype,
-            device=self.hardware.device,
-            cp=self.cp,
-            ep=self.ep,
-            etp=self.etp,
-            activation=operators_of(self.layout.runtime),
-            rotary=operators_of(self.layout.runtime),
-        )
-
-    def grid(self, batch: Batch) -> Iterator[Batch]:
-        """Yield `batch` with every sequence and micro-batch that is not given."""
-        sequences = GRID_SEQUENCES if self.sequence is None else (self.sequence,)
-        micro_batches = GRID_MICRO_BATCHES if self.micro_batch is None else (self.micro_batch,)
-        for micro_batch, sequence in product(micro_batches, sequences):
-            yield replace(batch, sequence=sequence, micro_batch=micro_batch)
+def grid_of(assumptions: Assumptions, batch: Batch) -> Iterator[Batch]:
+    """Yield `batch` with every sequence and micro-batch that is not given."""
+    sequences = GRID_SEQUENCES if assumptions.sequence is None else (assumptions.sequence,)
+    micro_batches = GRID_MICRO_BATCHES if assumptions.micro_batch is None else (assumptions.micro_batch,)
+    for micro_batch, sequence in product(micro_batches, sequences):
+        yield replace(batch, sequence=sequence, micro_batch=micro_batch)
 
 
 def step_gain(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> float:
@@ -126,17 +79,20 @@ def step_gain(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     return gain(before, after)
 
 
-def compare(assumptions: Assumptions) -> dict[str, Any]:
-    """Return the published gains and the predictions as plain values; gains are shares."""
+def compare(assumptions: Assumptions, modes: Sequence[bool] = tuple(MODES)) -> dict[str, Any]:
+    """Return the published gains and the predictions as plain values; gains are shares.
+
+    modes: the values of sequence parallelism, in place of that of `assumptions`.
+    """
     return {
         "source": SOURCE,
-        "assumptions": assumption_rows(assumptions),
-        "models": [_model(assumptions, find_model(name)) for name in PUBLISHED],
+        "assumptions": assumption_rows(assumptions, modes),
+        "models": [_model(assumptions, find_model(name), modes) for name in PUBLISHED],
         "left_out": list(LEFT_OUT),
     }
 
 
-def assumption_rows(assumptions: Assumptions) -> list[dict[str, str]]:
+def assumption_rows(assumptions: Assumptions, modes: Sequence[bool]) -> list[dict[str, str]]:
     """Return name, value and source of every assumption; what is not published is marked so."""
     layout, hardware = assumptions.layout, assumptions.hardware
     sequence = assumptions.sequence or "the model's training sequence"
@@ -144,7 +100,7 @@ def assumption_rows(assumptions: Assumptions) -> list[dict[str, str]]:
     rows = [
         ("chip", hardware.name, NOT_PUBLISHED),
         ("tensor parallel", assumptions.tp, published_tp if assumptions.tp == PUBLISHED_TP else NOT_PUBLISHED),
-        ("mode", " and ".join(MODES[mode] for mode in assumptions.modes()), NOT_PUBLISHED),
+        ("mode", " and ".join(MODES[mode] for mode in modes), NOT_PUBLISHED),
         ("sequence", sequence, NOT_PUBLISHED),
         ("micro-batch", assumptions.micro_batch or 1, NOT_PUBLISHED),
         ("micro-batches per step", layout.micro_batches, NOT_PUBLISHED),
@@ -190,22 +146,23 @@ def _number_rows(hardware: Hardware) -> list[tuple[str, Any, str]]:
     return rows
 
 
-def _model(assumptions: Assumptions, model: Model) -> dict[str, Any]:
-    cases = [_case(assumptions, model, mode) for mode in assumptions.modes()]
+def _model(assumptions: Assumptions, model: Model, modes: Sequence[bool]) -> dict[str, Any]:
+    cases = [_case(replace(assumptions, sequence_parallel=mode), model) for mode in modes]
     return {"model": model.name, "published": PUBLISHED[model.name], "cases": cases}
 
 
-def _case(assumptions: Assumptions, model: Model, sequence_parallel: bool) -> dict[str, Any]:
-    """Return the predictions of one model in one mode."""
-    batch, layout, costs = assumptions.batch(model, sequence_parallel), assumptions.layout, assumptions.costs
+def _case(assumptions: Assumptions, model: Model) -> dict[str, Any]:
+    """Return the predictions of one model in the mode of `assumptions`."""
+    batch, layout, costs = assumptions.batch(model), assumptions.layout, assumptions.costs
+    slower = CostModel(with_fixed_cost(assumptions.hardware, SLOWER_COLLECTIVE))
     gains = {name: step_gain(costs, model, batch, layout, schedule) for name, schedule in SCHEDULES.items()}
     grid = [
         {"sequence": point.sequence, "micro_batch": point.micro_batch, **_ends(costs, model, point, layout)}
-        for point in assumptions.grid(batch)
+        for point in grid_of(assumptions, batch)
     ]
     predicted = [gains["best"], *(point["best"] for point in grid)]
     case = {
-        "mode": MODES[sequence_parallel],
+        "mode": MODES[batch.sequence_parallel],
         "sequence": batch.sequence,
         "micro_batch": batch.micro_batch,
         "gains": gains,
@@ -213,7 +170,7 @@ def _case(assumptions: Assumptions, model: Model, sequence_parallel: bool) -> di
         "grid": grid,
         "range": [min(predicted), max(predicted)],
         "causes": {
-            f"{SLOWER_COLLECTIVE * 1e6:.0f} us more a collective": _ends(assumptions.slower, model, batch, layout),
+            f"{SLOWER_COLLECTIVE * 1e6:.0f} us more a collective": _ends(slower, model, batch, layout),
             "full recompute": _ends(costs, model, batch, replace(layout, recompute="full")),
             f"{CAUSE_STAGES} stages": _ends(
                 costs, model, batch, replace(layout, pp=CAUSE_STAGES, micro_batches=8 * CAUSE_STAGES)

@@ -18,8 +18,8 @@ from ascend_parallel.training.degrees.search import Candidate, ModelByBatchSize,
 from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.training.degrees.work import COLLECTIVES, NONE
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.published.prediction import RunPrediction, obstacle, predict_run
-from ascend_parallel.tuning.published.runs import PublishedRun, all_runs
+from published.prediction import RunPrediction, obstacle, predict_run
+from published.runs import PublishedRun, all_runs
 
 DTYPE = "bfloat16"
 # Recompute of the rows that plan-training has too.

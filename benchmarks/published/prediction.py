@@ -14,8 +14,8 @@ from ascend_parallel.tuning.cost_model.layers import RECOMPUTE
 from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.step import Layout, step_time
-from ascend_parallel.tuning.published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
 from ascend_parallel.tuning.step_time.runtimes import MEGATRON as MEGATRON_CORE
+from published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
 # What the rows call not expressible, and the model has.
