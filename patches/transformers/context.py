@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
 from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.context import (
     attention_choice,
     attention_in_turn,
@@ -42,11 +44,14 @@ from ascend_parallel.overlap.context import (
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.check import CheckedCall
+from ascend_parallel.patches.coverage import MORE
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT, InstalledLayers
 from ascend_parallel.patches.transformers.layers import IN_FORCE
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings, current_settings
+
+log = logging.getLogger("ascend_parallel")
 
 VERSIONS = ">=5.23,<5.24"
 NAME = "ascend_parallel"
@@ -143,6 +148,7 @@ class ContextParallel:
         taken = sum(known.startswith(NAME) for known in attentions._global_mapping)
         self.name = f"{NAME}_{taken + 1}" if taken else NAME
         self._same_batch = False
+        self._announced = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return itself: a copy of a model has the same ranks."""
@@ -273,7 +279,18 @@ class ContextParallel:
             own, _ = self._own_attention(module, q, k, v, mask, options)
             return own.permute(1, 0, 2, 3)
 
+        self._announce()
         return _run(module, operands, attention, self.group).permute(1, 0, 2, 3).contiguous(), None
+
+    def _announce(self) -> None:
+        """Log once, on the first rank of the group, that exchanges are overlapped."""
+        framework = IN_FORCE.framework
+        if framework is None or self._announced:
+            return
+        self._announced = True
+        if self.group.rank() == 0:
+            how = overlap_in_words(framework.settings)
+            log.warning("overlap is %s; attention in groups of heads, on %s; %s", how, describe(self.group), MORE)
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
         given = [name for name in NOT_EXCHANGED if options.get(name) is not None]
