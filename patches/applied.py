@@ -11,6 +11,7 @@ from types import ModuleType
 
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
+from ascend_parallel.patches.megatron import context as megatron_context
 from ascend_parallel.patches.megatron import embedding as megatron_embedding
 from ascend_parallel.patches.megatron import every_degree as megatron_every_degree
 from ascend_parallel.patches.megatron import experts as megatron_experts
@@ -27,7 +28,11 @@ log = logging.getLogger("ascend_parallel")
 
 EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
 MEGATRON = megatron_core.seam(
-    *megatron_embedding.ON_TOP, megatron_experts.ON_TOP, layernorm_column.ON_TOP, *EVERY_DEGREE
+    *megatron_embedding.ON_TOP,
+    megatron_experts.ON_TOP,
+    megatron_context.ON_TOP,
+    layernorm_column.ON_TOP,
+    *EVERY_DEGREE,
 )
 SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"

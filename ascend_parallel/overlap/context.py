@@ -136,10 +136,12 @@ def as_autocast(x: torch.Tensor) -> torch.Tensor:
 _CONFIRMED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
-def confirm_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> None:
+def confirm_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, others: str = ""
+) -> None:
     """Raise `ValueError` for operands that do not fit, `DisagreementError` if the ranks' operands differ.
 
-    The ranks compare when one of them has not had such operands on this group before.
+    The ranks compare when one of them has not had such operands on this group before. others: what else must be alike.
     """
     fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[3] != k.shape[3]:
@@ -147,7 +149,7 @@ def confirm_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dis
         raise ValueError(f"{HEAD_EXCHANGE}: {shapes} are not [s, B, N, D] and twice [s, B, n, D]")
     graded = torch.is_grad_enabled()
     kinds = [f"{list(x.shape)} {x.dtype}{' with gradient' if graded and x.requires_grad else ''}" for x in (q, k, v)]
-    mine = f"q, k, v {', '.join(kinds)}"
+    mine = "; ".join(filter(None, (f"q, k, v {', '.join(kinds)}", others)))
     confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return

@@ -110,7 +110,7 @@ def _is_not_about_cpu_state(record: logging.LogRecord) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Redirect ``device="cuda"`` and ``.cuda()`` to the CPU: the schedules count tokens on the GPU."""
+    """Redirect ``device="cuda"``, ``.cuda()`` and pinned memory to the CPU: the schedules count tokens on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -118,6 +118,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):  # the slices of rotary embeddings
+            kwargs["pin_memory"] = False
         return func(*args, **kwargs)
 
 

@@ -52,18 +52,19 @@ class MegatronPatches(AppliedPatches):
 
     def extend(self, imported: ModuleType | None = None) -> None:
         """Apply the patches of the modules of `on_top` that have been imported, `imported` just now."""
-        for other in self._on_top:
+        for number, other in enumerate(self._on_top):
+            name = f"{number} {other.module}"  # several may wait for one module
             found = sys.modules.get(other.module)
             # A module that imports Megatron-core itself is still being executed: it is imported later.
             unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False)
             unfinished = unfinished and found not in (imported, self.layers)
-            if found is not None and not unfinished and other.module not in self._sets:
-                self._add(other.module, other.patch_set(self._megatron))
+            if found is not None and not unfinished and name not in self._sets:
+                self._add(name, other.module, other.patch_set(self._megatron))
                 if note := other.note():
                     say_once(note)
         super().apply()
 
-    def _add(self, module: str, patches: PatchSet) -> None:
+    def _add(self, name: str, module: str, patches: PatchSet) -> None:
         """Add the patches of a module, or log why they do not fit it; with strict settings raise instead."""
         try:
             patches.check(self.version)
@@ -72,7 +73,7 @@ class MegatronPatches(AppliedPatches):
                 raise
             say_once(f"{module} is left as it is: {error}")
         else:
-            self._sets[module] = patches
+            self._sets[name] = patches
 
     def revert(self) -> None:
         """Restore the original methods; raises `PatchError` if another patch was put on top."""

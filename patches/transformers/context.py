@@ -17,9 +17,8 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,25 +32,14 @@ from ascend_parallel.ops import DegreeError
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
 from ascend_parallel.ops.pending import NamedWork
-from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.overlap.context import (
-    attention_choice,
-    attention_in_turn,
-    attention_problem,
-    run_attention,
-)
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
+from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.check import CheckedCall
-from ascend_parallel.patches.coverage import MORE
-from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT, InstalledLayers
+from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
+from ascend_parallel.patches.exchanged_attention import exchanged_attention
 from ascend_parallel.patches.transformers.layers import IN_FORCE
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
-from ascend_parallel.settings import Settings, current_settings
-
-log = logging.getLogger("ascend_parallel")
+from ascend_parallel.settings import current_settings
 
 VERSIONS = ">=5.23,<5.24"
 NAME = "ascend_parallel"
@@ -61,8 +49,6 @@ NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "c
 
 # Whether attention runs on what this rank has, as in `generate`.
 _WHOLE: ContextVar[bool] = ContextVar("whole sequences", default=False)
-
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def context_parallel(model: Any, group: dist.ProcessGroup | None = None) -> ContextParallel:
@@ -148,7 +134,6 @@ class ContextParallel:
         taken = sum(known.startswith(NAME) for known in attentions._global_mapping)
         self.name = f"{NAME}_{taken + 1}" if taken else NAME
         self._same_batch = False
-        self._announced = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return itself: a copy of a model has the same ranks."""
@@ -279,18 +264,8 @@ class ContextParallel:
             own, _ = self._own_attention(module, q, k, v, mask, options)
             return own.permute(1, 0, 2, 3)
 
-        self._announce()
-        return _run(module, operands, attention, self.group).permute(1, 0, 2, 3).contiguous(), None
-
-    def _announce(self) -> None:
-        """Log once, on the first rank of the group, that exchanges are overlapped."""
-        framework = IN_FORCE.framework
-        if framework is None or self._announced:
-            return
-        self._announced = True
-        if self.group.rank() == 0:
-            how = overlap_in_words(framework.settings)
-            log.warning("overlap is %s; attention in groups of heads, on %s; %s", how, describe(self.group), MORE)
+        o = exchanged_attention(module, operands, attention, self.group, IN_FORCE.framework)
+        return o.permute(1, 0, 2, 3).contiguous(), None
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
         given = [name for name in NOT_EXCHANGED if options.get(name) is not None]
@@ -435,59 +410,6 @@ def _refuse_uncut(places: torch.Tensor) -> None:
             "context_parallel: the positions of every rank begin at 0: give the model what cut(input_ids, ...) "
             "returns, or position_ids of each rank's part; whole sequences run inside of whole()"
         )
-
-
-def _run(
-    module: Any, operands: Operands, attention: Callable[..., torch.Tensor], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the attention of this rank's tokens, [s, B, N, D], with the settings in force; check it if they ask."""
-    framework = IN_FORCE.framework
-    if framework is None:
-        return run_attention(*operands, attention, group=group, settings=Settings())
-    framework.confirm(group)()
-    settings = _settings_for(framework, operands, attention, group)
-    run = functools.partial(run_attention, attention=attention, group=group, settings=settings)
-    if framework.verifier is None:
-        return run(*operands)
-    names = "input", "keys", "values"
-
-    def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        q, k, v = (given[name] for name in names)
-        return {"output": attention_in_turn(q, k, v, attention, group=group)}
-
-    def operators(direction: str) -> str:
-        choice = attention_choice(*operands, group, settings)
-        return f"Its {direction} ran {name_of(choice.problem)} in groups of heads {list(choice.sizes)}"
-
-    checked = CheckedCall(
-        layer=module,
-        path="context parallel",
-        group=group,
-        operands=dict(zip(names, operands, strict=True)),
-        run=lambda _: run(*operands),
-        results=lambda y: {"output": y},
-        original=original,
-        operators=lambda: operators,
-    )
-    output: torch.Tensor = framework.verifier.run(checked)
-    return output
-
-
-def _settings_for(
-    framework: InstalledLayers, operands: Operands, attention: Callable[..., torch.Tensor], group: dist.ProcessGroup
-) -> Settings:
-    """Return the settings of an exchange, with the number of groups that was measured at its first call."""
-    device = operands[0].device
-
-    def run(settings: Settings | None) -> None:
-        with without_trace(device), torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in operands)
-            own = Settings() if settings is None else settings
-            made = run_attention(q, k, v, attention, group=group, settings=own)
-            torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
-
-    problem = attention_problem(*operands, group)
-    return framework.part_groups.settings_for(problem, group, run, functools.partial(run, None), device)
 
 
 def _run_whole(original: Function) -> Function:

@@ -1,0 +1,98 @@
+"""Attention of a sequence that ranks share, with the settings of a framework: measured, checked and announced."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.registry import name_of
+from ascend_parallel.overlap.choices import overlap_in_words
+from ascend_parallel.overlap.context import (
+    Attention,
+    attention_choice,
+    attention_in_turn,
+    attention_problem,
+    run_attention,
+)
+from ascend_parallel.overlap.selective_checkpoint import without_trace
+from ascend_parallel.patches.check import CheckedCall
+from ascend_parallel.patches.coverage import MORE
+from ascend_parallel.patches.framework import Framework
+from ascend_parallel.process_groups import describe
+from ascend_parallel.settings import Settings
+
+log = logging.getLogger("ascend_parallel")
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# The frameworks that have logged that exchanges are overlapped.
+_ANNOUNCED: WeakSet[Framework] = WeakSet()
+
+
+def exchanged_attention(
+    module: Any, operands: Operands, attention: Attention, group: dist.ProcessGroup, framework: Framework | None
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
+
+    operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs.
+    """
+    if framework is None:
+        return run_attention(*operands, attention, group=group, settings=Settings())
+    _announce(framework, group)
+    framework.confirm(group)()
+    settings = _settings_for(framework, operands, attention, group)
+    run = functools.partial(run_attention, attention=attention, group=group, settings=settings)
+    if framework.verifier is None:
+        return run(*operands)
+    names = "input", "keys", "values"
+
+    def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        q, k, v = (given[name] for name in names)
+        return {"output": attention_in_turn(q, k, v, attention, group=group)}
+
+    def operators(direction: str) -> str:
+        choice = attention_choice(*operands, group, settings)
+        return f"Its {direction} ran {name_of(choice.problem)} in groups of heads {list(choice.sizes)}"
+
+    checked = CheckedCall(
+        layer=module,
+        path="context parallel",
+        group=group,
+        operands=dict(zip(names, operands, strict=True)),
+        run=lambda _: run(*operands),
+        results=lambda y: {"output": y},
+        original=original,
+        operators=lambda: operators,
+    )
+    output: torch.Tensor = framework.verifier.run(checked)
+    return output
+
+
+def _settings_for(framework: Framework, operands: Operands, attention: Attention, group: dist.ProcessGroup) -> Settings:
+    """Return the settings of an exchange, with the number of groups that was measured at its first call."""
+    device = operands[0].device
+
+    def run(settings: Settings | None) -> None:
+        with without_trace(device), torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in operands)
+            own = Settings() if settings is None else settings
+            made = run_attention(q, k, v, attention, group=group, settings=own)
+            torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
+
+    problem = attention_problem(*operands, group)
+    return framework.part_groups.settings_for(problem, group, run, functools.partial(run, None), device)
+
+
+def _announce(framework: Framework, group: dist.ProcessGroup) -> None:
+    """Log once, on the first rank of the group, that exchanges are overlapped."""
+    if framework not in _ANNOUNCED:
+        _ANNOUNCED.add(framework)
+        if group.rank() == 0:
+            how = overlap_in_words(framework.settings)
+            log.warning("overlap is %s; attention in groups of heads, on %s; %s", how, describe(group), MORE)

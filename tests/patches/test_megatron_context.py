@@ -1,0 +1,212 @@
+"""Megatron-core's own attention with context parallelism: ranks that share sequences beside one rank."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import promise
+
+import ascend_parallel
+from ascend_parallel.ops import COUNTS
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from gpt_training import LLAMA, REGION
+from megatron_cpu import end_model_parallel, finalize_gradients, megatron_on_cpu, small_gpt
+
+LENGTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A GPT, its ranks, and how its attention is exchanged.
+
+    masked: documents of the given lengths, by an attention mask; (): a causal mask, by none.
+    """
+
+    ranks: int = 2
+    tensor_parallel: int = 1
+    masked: tuple[int, ...] = ()
+    batch: int = 2
+    groups: tuple[int | str, ...] = (1, 2)
+    options: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+
+
+CASES = [
+    Case(),
+    Case(options={**LLAMA, "rope": True, "num_query_groups": 2}, groups=(1,)),
+    Case(masked=(40, 24), options={"recompute": True}),
+    Case(
+        masked=(64,),
+        options={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        groups=("auto",),
+    ),
+    Case(ranks=4, tensor_parallel=2, options={"sequence_parallel": True, "heads": 8}),
+    Case(ranks=4, tensor_parallel=2, options={"sequence_parallel": True, "heads": 8}, settings=REGION),
+    Case(ranks=4, options={"heads": 8, "num_query_groups": 4, "rope": True, "window_size": (20, 0)}, groups=(1,)),
+]
+
+
+REFUSED = [
+    ({"num_query_groups": 1, "heads": 3, "hidden": 48}, {}, "heads"),
+    ({"attention_dropout": 0.1}, {}, "attention_dropout is not allowed with context_parallel_size=2"),
+    ({}, {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask [1, 1, 8, 8] is not allowed"),
+    ({}, {"length": 63}, "give a sequence that is a multiple of 4"),
+]
+
+
+def start(case, context):
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tensor_parallel, context_parallel_size=context
+    )
+    model_parallel_cuda_manual_seed(1234)
+
+
+def batch_of(case):
+    """Return the whole batch, as a loader of Megatron makes it."""
+    tokens = torch.randint(256, (case.batch, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    document = torch.repeat_interleave(torch.arange(len(case.masked)), torch.tensor(case.masked, dtype=torch.int64))
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = mask | (document[:, None] != document) if case.masked else mask
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "attention_mask": mask.expand(case.batch, 1, LENGTH, LENGTH) if case.masked else None,
+        "position_ids": torch.arange(LENGTH).expand(case.batch, LENGTH),
+    }
+
+
+def results(case, context, dtype=torch.float32):
+    """Return this rank's losses of tokens, gradients of the embedded tokens, and gradients of weights, summed."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    model = small_gpt(seq=LENGTH, context_parallel_size=context, dtype=dtype, **case.options)
+    kept = []
+    model.embedding.register_forward_hook(lambda *call: kept.append(call[-1]) or call[-1].retain_grad())
+    batch = get_batch_on_this_cp_rank(batch_of(case)) if context > 1 else batch_of(case)
+    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    (losses.sum() / (case.batch * LENGTH)).backward()
+    finalize_gradients(model)
+    weights = {name: weight.grad.double() for name, weight in model.named_parameters()}
+    if context > 1:
+        for gradient in weights.values():
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    return losses.detach(), kept[0].grad, weights
+
+
+def own_part(whole, dim, rank, ranks):
+    """Return pieces `rank` and 2 R - 1 - rank of 2 R along `dim`."""
+    pieces = whole.chunk(2 * ranks, dim)
+    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]], dim)
+
+
+def beside_one_rank(group, case):
+    """Return what differs between the ranks that share sequences and one rank, and the exchanges counted."""
+    from megatron.core import parallel_state
+
+    context, found = group.size() // case.tensor_parallel, {}
+    with megatron_on_cpu(schedules=True):  # the default causal mask is made on "cuda"
+        ascend_parallel.configure(num_chunks=2)
+        start(case, 1)
+        ascend_parallel.configure(num_chunks=1)
+        losses, d_embedded, _ = results(case, 1)
+        truth = results(case, 1, torch.float64)[2]
+        end_model_parallel()
+        start(case, context)
+        rank = parallel_state.get_context_parallel_rank()
+        for groups in case.groups:
+            number = {"auto": True} if groups == "auto" else {"num_chunks": groups, "mode": 2}
+            ascend_parallel.configure(**{**number, **case.settings})
+            COUNTS.clear()
+            own_losses, own_d_embedded, weights = results(case, context)
+            # With sequence parallelism the embedding's output is a rank's part of these rows.
+            expected = own_part(d_embedded, 0, rank, context) if case.tensor_parallel == 1 else own_d_embedded
+            found[groups] = {
+                "losses": torch.equal(own_losses, own_part(losses, 1, rank, context)),
+                "embedded": torch.equal(own_d_embedded, expected),
+                "weights": max(
+                    ((weights[name] - truth[name]).abs().max() / truth[name].abs().max()).item() for name in truth
+                ),
+                "exchanges": COUNTS.as_dict().get("head_exchange", {}),
+            }
+        end_model_parallel()
+        ascend_parallel.configure(num_chunks=1)
+    return found
+
+
+@promise("megatron-context-bits")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_gpt_whose_ranks_share_sequences_has_the_bits_of_one_rank(ranks, case):
+    for found in ranks(case.ranks).run(beside_one_rank, case):
+        for groups, parts in found.items():
+            assert parts["exchanges"], groups
+            assert parts["losses"] and parts["embedded"], (groups, parts)
+            assert parts["weights"] < 2e-5, (groups, parts)
+
+
+def refusal(group, options, changes):
+    """Return the error of a GPT whose ranks share sequences."""
+    with megatron_on_cpu(schedules=True):
+        ascend_parallel.configure(num_chunks=2)
+        start(Case(), 2)
+        try:
+            model = small_gpt(seq=LENGTH, context_parallel_size=2, **options)
+            length = changes.get("length", LENGTH) // 2
+            tokens = torch.zeros(1, length, dtype=torch.int64)
+            model(tokens, tokens, changes.get("attention_mask"))
+        except (ValueError, ascend_parallel.ops.DegreeError) as error:
+            return str(error)
+        finally:
+            end_model_parallel()
+            ascend_parallel.configure(num_chunks=1)
+    return None
+
+
+@pytest.mark.parametrize(("options", "changes", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_what_ranks_cannot_share_is_an_error(ranks, options, changes, words):
+    for found in ranks(2).run(refusal, options, changes):
+        assert words in found
+
+
+def without_overlap(group):
+    """Return the error of Megatron-core itself."""
+    with megatron_on_cpu():
+        start(Case(), 2)
+        try:
+            small_gpt(seq=LENGTH, context_parallel_size=2)
+        except AssertionError as error:
+            return str(error)
+        finally:
+            end_model_parallel()
+    return None
+
+
+def test_without_the_variable_megatron_says_what_it_said_before(ranks):
+    for found in ranks(2).run(without_overlap):
+        assert "only supported by TEDotProductAttention" in found
+
+
+def at_every_degree(group):
+    with megatron_on_cpu():
+        ascend_parallel.configure(num_chunks=2, deterministic="tp")
+        start(Case(), 2)
+        try:
+            small_gpt(seq=LENGTH, context_parallel_size=2)
+        except ascend_parallel.ops.DegreeError as error:
+            return str(error)
+        finally:
+            end_model_parallel()
+            ascend_parallel.configure(num_chunks=1, deterministic=False)
+    return None
+
+
+def test_the_same_bits_at_every_degree_are_refused(ranks):
+    for found in ranks(2).run(at_every_degree):
+        assert "context parallelism has no tree" in found
