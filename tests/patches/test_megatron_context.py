@@ -1,5 +1,7 @@
 """Megatron-core's own attention with context parallelism: ranks that share sequences beside one rank."""
 
+import importlib.metadata
+import inspect
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,6 +11,7 @@ from marks import promise
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+from ascend_parallel.patches.base import version_tuple
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -89,7 +92,12 @@ def results(case, context, dtype=torch.float32):
     model = small_gpt(seq=LENGTH, context_parallel_size=context, dtype=dtype, **case.options)
     kept = []
     model.embedding.register_forward_hook(lambda *call: kept.append(call[-1]) or call[-1].retain_grad())
-    batch = get_batch_on_this_cp_rank(batch_of(case)) if context > 1 else batch_of(case)
+    batch = batch_of(case)
+    if context > 1:
+        # Since 0.18 it asks for these two, and without the group takes all ranks.
+        asked = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+        known = inspect.signature(get_batch_on_this_cp_rank).parameters
+        batch = get_batch_on_this_cp_rank(batch, **{name: value for name, value in asked.items() if name in known})
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     (losses.sum() / (case.batch * LENGTH)).backward()
     finalize_gradients(model)
@@ -144,6 +152,9 @@ def beside_one_rank(group, case):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_gpt_whose_ranks_share_sequences_has_the_bits_of_one_rank(ranks, case):
+    version = version_tuple(importlib.metadata.version("megatron-core"))
+    if "window_size" in case.options and version < (0, 15):
+        pytest.skip("its own attention has no windows")
     for found in ranks(case.ranks).run(beside_one_rank, case):
         for groups, parts in found.items():
             assert parts["exchanges"], groups
@@ -195,11 +206,11 @@ def test_without_the_variable_megatron_says_what_it_said_before(ranks):
 
 def at_every_degree(group):
     with megatron_on_cpu():
-        ascend_parallel.configure(num_chunks=2, deterministic="tp")
         start(Case(), 2)
         try:
+            ascend_parallel.configure(num_chunks=2, deterministic="tp")
             small_gpt(seq=LENGTH, context_parallel_size=2)
-        except ascend_parallel.ops.DegreeError as error:
+        except (ascend_parallel.ops.DegreeError, ascend_parallel.PatchError) as error:
             return str(error)
         finally:
             end_model_parallel()
@@ -209,4 +220,5 @@ def at_every_degree(group):
 
 def test_the_same_bits_at_every_degree_are_refused(ranks):
     for found in ranks(2).run(at_every_degree):
-        assert "context parallelism has no tree" in found
+        # Megatron-core 0.18 and later have other sums, which the setting refuses first.
+        assert "context parallelism has no tree" in found or "VocabParallelCrossEntropy" in found
