@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from measuring import gain, on_ranks, options_of, run, table
 
+from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.rows import ROW_TILE
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.overlap.layer_shape import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.bench.shapes import case_of, shape_linears
+from ascend_parallel.tuning.bench.shapes import as_plain, shape_linears
 from ascend_parallel.tuning.e_bound import e_bound
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
 
@@ -78,9 +79,10 @@ class Line:
     def cells(self) -> list[str]:
         """The cells of the pass and of its chunks."""
         name = self.name if not self.name.startswith("model") else f"{self.name}: {' '.join(map(str, self.sizes))}"
-        shape = f"{self.operator.m},{self.operator.k},{self.operator.n}"
+        problem = self.operator.problem
+        shape = f"{problem.m},{problem.k},{problem.n}"
         times = [f"{1e3 * value:.1f}" for value in (self.parts.computation, self.parts.communication)]
-        return [self.rate, self.layer, self.operator.run, shape, *times, name]
+        return [self.rate, self.layer, self.operator.direction, shape, *times, name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,8 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
     for k in RATES[rate]:
         for kind, parallel in LAYERS:
             shape = f"{M},{k},{N}" if kind == "row" else f"{M},{N},{k}"
-            cases += map(case_of, shape_linears([shape], [kind], RANKS, parallel, torch.float32, "cpu"))
+            linears = shape_linears([shape], [kind], RANKS, parallel, torch.float32, "cpu")
+            cases += [as_plain(linear.shape) for linear in linears]
     arguments = {"cases": cases, "chunks": CHUNKS, "fused": False, "rounds": rounds, "equal": True}
     link = None if rate == "loopback" else rate
     target = "ascend_parallel.tuning.bench.passes:measure"
@@ -142,7 +145,8 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
 def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
     parts = PassBreakdown(**measured["parts"])
-    operator = LayerOperator(*(measured[name] for name in ("run", "operator", "m", "k", "n")))
+    direction, name, *sizes = (measured[name] for name in ("run", "operator", "m", "k", "n"))
+    operator = LayerOperator(direction, Problem(name, *sizes, torch.float32, "cpu", RANKS))
     layer = measured["kind"] + (", sequence" if measured["sequence_parallel"] else ", all-reduce")
     return [
         Line(
@@ -154,7 +158,7 @@ def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
             parts=parts,
             serial=median(measured["times"][SERIAL]),
             measured=median(measured["times"][name]),
-            predicted=seconds(operator, parts, RANKS, sizes),
+            predicted=seconds(operator.problem, parts, sizes),
         )
         for name, sizes in measured["sizes"].items()
     ]

@@ -109,6 +109,11 @@ class Problem:
         return self.n if self.antiquant else self.rows
 
 
+def matmul_in_words(problem: Problem) -> str:
+    """Return a rank's matmul in words."""
+    return f"[{problem.m}, {problem.k}] x [{problem.k}, {problem.n}]"
+
+
 def problem_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.ProcessGroup) -> Problem:
     """Check the operands of an operator and return the problem.
 

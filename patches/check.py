@@ -30,16 +30,14 @@ from ascend_parallel.diagnostics.verify import (
     worst_place,
 )
 from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem, with_scales
+from ascend_parallel.ops.problem import ALL_REDUCE, with_scales
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import (
-    LayerOperator,
     backward_settings,
     column_backward_settings,
-    column_operators,
     operand_dtype,
-    row_operators,
 )
+from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
 from ascend_parallel.overlap.weight_gradient import Begin
@@ -388,21 +386,17 @@ class CheckedLinear:
 
     def _ran(self, settings: Settings, dtype: torch.dtype, direction: str) -> str:
         """Return a sentence with the kernels and chunks of the pass's operators."""
-        column, (n, k), m = self.kind == "column", self.weight.shape, self.x.shape[:-1].numel()
-        layer_operators = column_operators if column else row_operators
-        operators = layer_operators(m, k, n, self.group.size(), self.sequence_parallel)
-        if direction == "backward":
-            settings = column_backward_settings(settings) if column else backward_settings(settings)
-            unreduced = column and not self.sequence_parallel and not self.reduces
-            operators = operators if self.x.requires_grad and not unreduced else []
-        texts = [self._operator(operator, settings, dtype) for operator in operators if operator.run == direction]
-        return f"Its {direction} ran {', '.join(texts) or 'no operator'}"
+        (n, k), rows, device = self.weight.shape, self.x.shape[:-1].numel(), self.x.device.type
+        ranks, parallel = self.group.size(), self.sequence_parallel
+        shape = LayerShape(self.kind, rows, k, n, ranks, parallel, dtype, device, self.reduces)
+        if direction == BACKWARD:
+            settings = column_backward_settings(settings) if self.kind == COLUMN else backward_settings(settings)
+        operator = shape.operator(direction) if direction == FORWARD or self.x.requires_grad else None
+        return f"Its {direction} ran {'no operator' if operator is None else self._operator(operator, settings)}"
 
-    def _operator(self, operator: LayerOperator, settings: Settings, dtype: torch.dtype) -> str:
-        m, k, n = operator.m, operator.k, operator.n
-        problem = Problem(operator.operator, m, k, n, dtype, self.x.device.type, self.group.size())
-        int8 = int8_weight(self.layer)
-        if int8 is not None and operator.operator == ALL_REDUCE:
+    def _operator(self, operator: LayerOperator, settings: Settings) -> str:
+        problem, int8 = operator.problem, int8_weight(self.layer)
+        if int8 is not None and problem.operator == ALL_REDUCE:
             problem = with_scales(problem, int8)
         # The operator has run, so its choice is cached and needs no communication.
         choice = choice_for(problem, self.group, settings, self.weight.device, operator.layout)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ascend_parallel.ops import Problem, choose
+from ascend_parallel.ops import choose
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, overlap_in_words
+from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerShape
 from ascend_parallel.settings import Settings, current_settings
-from ascend_parallel.tuning.measured.pass_times import Case
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
 EXPERTS = "ascend_parallel_experts"
@@ -160,11 +160,13 @@ MORE = (
 )
 
 
-def announce(settings: Settings, layer: Any, group: dist.ProcessGroup, case: Case | None, *, tuned: bool) -> None:
+def announce(
+    settings: Settings, layer: Any, group: dist.ProcessGroup, shape: LayerShape | None, *, tuned: bool
+) -> None:
     """Log on rank 0 that layers are overlapped, at the first call: of `layer` on `group`.
 
-    case
-        The call; None: it has an int8 weight.
+    shape
+        That of the call; None: it has an int8 weight.
     tuned
         Whether the chunks of each shape are measured during the run.
 
@@ -172,7 +174,7 @@ def announce(settings: Settings, layer: Any, group: dist.ProcessGroup, case: Cas
     """
     if dist.get_rank() == 0:
         ranks = group.size()
-        how = MEASURED if tuned else _first_operators(case, ranks, settings) if case else ""
+        how = MEASURED if tuned else _first_operators(shape, settings) if shape else ""
         covered = coverage(running_model(layer))
         log.warning("overlap is %s; %s, on %d ranks; %s%s", overlap_in_words(settings), covered, ranks, how, MORE)
 
@@ -189,14 +191,13 @@ def running_model(layer: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
-def _first_operators(case: Case, ranks: int, settings: Settings) -> str:
+def _first_operators(shape: LayerShape, settings: Settings) -> str:
     """Return the first layer's operators in words; empty if its ranks have yet to choose the kernel."""
     if settings.fused:  # with shared memory or without
         return ""
-    backward = (column_backward_settings if case.kind == "column" else backward_settings)(settings)
+    backward = (column_backward_settings if shape.kind == COLUMN else backward_settings)(settings)
     text = ""
-    for operator in case.passes(ranks):
-        problem = Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, ranks)
-        choice = choose(problem, settings if operator.run == "forward" else backward)
-        text += f"first {operator.operator}: {choice.kernel} in {len(choice.sizes)}; "
+    for direction, problem in shape.operators:
+        choice = choose(problem, settings if direction == FORWARD else backward)
+        text += f"first {problem.operator}: {choice.kernel} in {len(choice.sizes)}; "
     return text

@@ -19,6 +19,7 @@ from ascend_parallel.ops import DegreeError, UnmetRequestError
 from ascend_parallel.ops.blocks import BlockedFeatures
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.ops.unfinished import UnfinishedTensor
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.coverage import announce
@@ -27,7 +28,6 @@ from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import PartGroups
-from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import Tuner
 
 log = logging.getLogger("ascend_parallel")
@@ -99,9 +99,9 @@ class Framework(ABC):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the original forward of `layer` must run, or None."""
 
-    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call of `layer`; None: of experts, or its weight is not tuned."""
-        return None if kind == "experts" else Case.of(kind, x, weight, **options)
+    def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> LayerShape | None:
+        """Return the shape of a call of `layer`; None: it is of experts, or its weight is not tuned."""
+        return None if kind == "experts" else LayerShape.of(kind, x, weight, self.group_of(layer).size(), **options)
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks beside the settings, by the user's names."""
@@ -143,8 +143,8 @@ class Framework(ABC):
             self._checked.add(group)
         if not self.used:
             self.used = True
-            case = self.case_of(layer, kind, x, weight, **options)
-            announce(self.settings, layer, group, case, tuned=self._tuner is not None)
+            shape = self.shape_of(layer, kind, x, weight, **options)
+            announce(self.settings, layer, group, shape, tuned=self._tuner is not None)
         found = self.settings_for(layer, kind, x, weight, **options)
         if kind == "row" and self.region_choice.on and not found.enabled:
             found = overlapped(found)  # tuning leaves the layer alone to the framework
@@ -174,12 +174,12 @@ class Framework(ABC):
 
     def _tuned(self, tuner: Tuner, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
         """Return the tuned settings, not enabled if the framework's own layer is as fast."""
-        case = self.case_of(layer, kind, x, weight, **options)
-        if case is None:
+        shape = self.shape_of(layer, kind, x, weight, **options)
+        if shape is None:
             return self.settings
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         group = self.group_of(layer)
-        settings = tuner.settings_for(case, group, backward=backward, agree=functools.partial(self._confirmed, group))
+        settings = tuner.settings_for(shape, group, backward=backward, agree=functools.partial(self._confirmed, group))
         return settings if settings.enabled or self.equals_original(layer, kind, x, weight) else overlapped(settings)
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:

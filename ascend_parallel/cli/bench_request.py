@@ -10,8 +10,8 @@ from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.results import Row
-from ascend_parallel.tuning.bench.shapes import case_of, scaled, shape_linears
-from ascend_parallel.tuning.cost_model.models import Batch, Linear, find_model, layer_linears
+from ascend_parallel.tuning.bench.shapes import as_plain, scaled, shape_linears
+from ascend_parallel.tuning.cost_model.models import Batch, ModelLinear, find_model, layer_linears
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
@@ -86,7 +86,7 @@ def call_with_progress(as_json: bool, target: str, ranks: int, **options: Any) -
 
 def linears_of(
     model: str | None, shapes: list[str] | None, layer: str, seq: int | None, scale: int = 1, **batch: Any
-) -> tuple[str, list[Linear]]:
+) -> tuple[str, list[ModelLinear]]:
     """Return a title, and the layers of --model, or of --shape and --layer.
 
     batch: fields of `Batch` beside the sequence. Raises `PlanningError` unless one of model and shapes is given.
@@ -132,7 +132,7 @@ def request_of(
     )
     return BenchRequest(
         names=[linear.name for linear in linears],
-        cases=[case_of(linear) for linear in linears],
+        cases=[as_plain(linear.shape) for linear in linears],
         ranks=tp,
         chunks=chunk_counts(chunks),
         fused=True,

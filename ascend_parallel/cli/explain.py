@@ -27,7 +27,7 @@ from ascend_parallel.tuning.cost_model.tables import lookup
 if TYPE_CHECKING:
     from ascend_parallel.ops.registry import Explanation
     from ascend_parallel.settings import Settings
-    from ascend_parallel.tuning.cost_model.models import Linear
+    from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 DIRECTIONS = ("forward", "backward")
 WIDTH = 150
@@ -91,7 +91,7 @@ def explain(
     _show(state, found)
 
 
-def _show(state: dict[str, Any] | None, found: list[tuple[Linear, str, Explanation]]) -> None:
+def _show(state: dict[str, Any] | None, found: list[tuple[ModelLinear, str, Explanation]]) -> None:
     out = console(WIDTH, highlight=False)
     if state is not None:
         out.print(f"{state['name']}: {state['state']}", markup=False, soft_wrap=True)
@@ -99,10 +99,10 @@ def _show(state: dict[str, Any] | None, found: list[tuple[Linear, str, Explanati
             done = "replaced" if patch["replaced"] else "untouched"
             out.print(f"  {done}  {patch['target']}: {patch['reason']}", markup=False, soft_wrap=True)
     for linear, direction, reasons in found:
-        out.print(f"{linear.name} ({linear.kind}), {direction}: {reasons}", markup=False, soft_wrap=True)
+        out.print(f"{linear.name} ({linear.shape.kind}), {direction}: {reasons}", markup=False, soft_wrap=True)
 
 
-def _passes(linear: Linear, chip: str, settings: Settings) -> list[tuple[Linear, str, Explanation]]:
+def _passes(linear: ModelLinear, chip: str, settings: Settings) -> list[tuple[ModelLinear, str, Explanation]]:
     """Return the explanation of each direction of a layer that has a collective."""
     from ascend_parallel.overlap.choices import explain as explain_problem
 
@@ -145,13 +145,13 @@ def _state(name: str, prefix: str) -> dict[str, Any]:
     return {"name": name, "state": "; ".join([state, *misfits.values()]) if not patches else state, "patches": patches}
 
 
-def _plain(linear: Linear, direction: str, reasons: Explanation) -> dict[str, Any]:
+def _plain(linear: ModelLinear, direction: str, reasons: Explanation) -> dict[str, Any]:
     from ascend_parallel.ops.registry import name_of
 
     choice = reasons.choice
     return {
         "layer": linear.name,
-        "kind": linear.kind,
+        "kind": linear.shape.kind,
         "direction": direction,
         "problem": name_of(choice.problem),
         "operator": choice.problem.operator,

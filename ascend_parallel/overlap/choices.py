@@ -1,37 +1,20 @@
-"""List a layer's operators and settings in forward and backward, without running them; describe overlap in words."""
+"""Return a layer's settings in forward and backward, without running it; describe overlap in words."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import registry
-from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
+from ascend_parallel.ops.problem import Problem, problem_of
 from ascend_parallel.ops.registry import Choice, Explanation, choose, usual_chunks
 from ascend_parallel.settings import Settings, current_settings
 
 # Chunks of a row layer in a region whose plan keeps the layer whole, if COC_PARALLEL_NUM gives none.
 CHUNKS_UNLESS_PLANNED = 4
-
-
-@dataclass(frozen=True)
-class LayerOperator:
-    """An operator of a layer: its pass `run`, "forward" or "backward", and its matmul ``[m, k] x [k, n]``."""
-
-    run: str
-    operator: str
-    m: int
-    k: int
-    n: int
-
-    @property
-    def layout(self) -> str:
-        """The memory layout of the right operand: the weight [N, K] transposed in forward, row-major in backward."""
-        return TRANSPOSED if self.run == "forward" else ROW_MAJOR
 
 
 @lru_cache(maxsize=64)
@@ -49,23 +32,6 @@ def column_backward_settings(settings: Settings) -> Settings:
     if settings.fused and not settings.enable_coc_in_column_backward:
         return replace(settings, fused=False, num_chunks=1, customized_coc={}, plan=None, mode=2)
     return backward_settings(settings)
-
-
-def column_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
-    """Return the operators of a column-parallel layer with weight [n, k] and m input rows on each rank."""
-    if not sequence_parallel:
-        return [LayerOperator("backward", ALL_REDUCE, m, n, k)]
-    return [
-        LayerOperator("forward", ALL_GATHER, m * ranks, k, n),
-        LayerOperator("backward", REDUCE_SCATTER, m * ranks, n, k),
-    ]
-
-
-def row_operators(m: int, k: int, n: int, ranks: int, sequence_parallel: bool) -> list[LayerOperator]:
-    """Return the operators of a row-parallel layer with weight [n, k] and m input rows on each rank."""
-    if not sequence_parallel:
-        return [LayerOperator("forward", ALL_REDUCE, m, k, n)]
-    return [LayerOperator("forward", REDUCE_SCATTER, m, k, n), LayerOperator("backward", ALL_GATHER, m, n, k)]
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:

@@ -11,11 +11,18 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.cost_model.assumptions import Assumptions
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, BEST, BOUND, EQUAL, FORWARD, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import (
+    BEST,
+    BOUND,
+    EQUAL,
+    MEGATRON,
+    Schedule,
+)
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model
 from ascend_parallel.tuning.cost_model.report import gain
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, step_time

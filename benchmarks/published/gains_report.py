@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.text.tables import FittedTable, terminal_table
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD
 from published.gains import SCHEDULES, percent
 
 WIDEST = {"value": 46}

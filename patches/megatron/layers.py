@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.overlap.choices import operand_dtype
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
@@ -38,7 +39,6 @@ from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, 
 from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.pass_times import Case
 
 OriginalForward = Callable[..., Output]
 
@@ -179,9 +179,9 @@ class Megatron(Framework):
             refuse_what_depends_on_the_degree(layer, self.group_of(layer).size(), self.version)
             self._layouts.refuse_others(layer)
 
-    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Case | None:
-        """Return the tuner's description of a call; an int8 weight is not tuned."""
-        return super().case_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
+    def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> LayerShape | None:
+        """Return the shape of a call; an int8 weight is not tuned."""
+        return super().shape_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
 
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.

@@ -89,7 +89,7 @@ class Vllm(Framework):
         """Return what must be the same on all ranks: the version."""
         return {"version of vllm": self.version}
 
-    def case_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> None:
+    def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> None:
         """Nothing is tuned."""
 
     def prepare(

@@ -13,11 +13,12 @@ from simulation import Task, call_tasks, length, simulate
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, split_rows
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan, makespan_beside
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
+from ascend_parallel.tuning.cost_model.layer_passes import LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, layer_linears
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 

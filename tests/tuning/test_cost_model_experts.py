@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from simulation import COMMUNICATE, COMPUTE, Task, length, simulate
 
 from ascend_parallel.ops.problem import REDUCE_SCATTER
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.experts import ExchangeWork, ExpertsTime
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, BEST, BOUND, FORWARD, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model, read_model

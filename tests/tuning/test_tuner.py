@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ascend_parallel
 from ascend_parallel import Settings
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
-from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import MeasuredParts, Tuner, clear, decide, predicted, scaled
 
 
@@ -49,7 +49,9 @@ def test_further_rounds_follow_unless_the_first_are_clear(ours, is_clear):
     assert clear({(64,): [1.0] * 3, (32, 32): ours}, (64,), (32, 32)) is is_clear
 
 
-CASE = Case(kind="row", rows=1024, n=64, k=64, dtype=torch.float32, device="cpu", sequence_parallel=False)
+SHAPE = LayerShape("row", 1024, 64, 64, 2, sequence_parallel=False, dtype=torch.float32, device="cpu")
+(OPERATOR,) = SHAPE.operators
+PROBLEM = OPERATOR.problem
 
 
 def parts(matmul, collective, latency):
@@ -66,33 +68,28 @@ def parts(matmul, collective, latency):
 
 
 def test_what_the_model_makes_of_the_parts():
-    (operator,) = CASE.passes(2)
-    balanced = predicted(operator, parts(10e-3, 10e-3, 50e-6), 2)
+    balanced = predicted(PROBLEM, parts(10e-3, 10e-3, 50e-6))
     assert len(balanced.sizes) > 2
     assert balanced.chosen < 0.7 * balanced.serial
-    assert predicted(operator, parts(10e-3, 1e-6, 1e-6), 2).sizes == (1024,)  # nothing to hide
-    assert predicted(operator, parts(1e-4, 1e-2, 1e-2), 2).sizes == (1024,)  # all latency: each piece costs as much
-    bound = predicted(operator, parts(10e-3, 30e-3, 50e-6), 2)
+    assert predicted(PROBLEM, parts(10e-3, 1e-6, 1e-6)).sizes == (1024,)  # nothing to hide
+    assert predicted(PROBLEM, parts(1e-4, 1e-2, 1e-2)).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(PROBLEM, parts(10e-3, 30e-3, 50e-6))
     assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
 
 
 def test_one_chunk_is_predicted_as_its_parts_in_turn():
-    (operator,) = CASE.passes(2)
-    assert seconds(operator, parts(10e-3, 4e-3, 50e-6), 2, (1024,)) == pytest.approx(14e-3)
+    assert seconds(PROBLEM, parts(10e-3, 4e-3, 50e-6), (1024,)) == pytest.approx(14e-3)
 
 
 def test_lanes_that_slow_each_other_down_hide_less():
-    (operator,) = CASE.passes(2)
     free = parts(10e-3, 10e-3, 50e-6)
     equal = (256,) * 4
     slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
     in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
-    assert (
-        seconds(operator, free, 2, equal) < seconds(operator, slowed, 2, equal) < seconds(operator, in_turn, 2, equal)
-    )
+    assert seconds(PROBLEM, free, equal) < seconds(PROBLEM, slowed, equal) < seconds(PROBLEM, in_turn, equal)
     # Lanes at half their speed gain nothing over running in turn.
-    assert seconds(operator, in_turn, 2, equal) >= seconds(operator, in_turn, 2, (1024,))
-    assert predicted(operator, in_turn, 2).sizes == (1024,)
+    assert seconds(PROBLEM, in_turn, equal) >= seconds(PROBLEM, in_turn, (1024,))
+    assert predicted(PROBLEM, in_turn).sizes == (1024,)
 
 
 @pytest.mark.parametrize(("piece", "pieces"), [(1e-3, 20e-3), (1e-3, 1e-4), (5e-3, 5e-3)])
@@ -110,32 +107,30 @@ def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective)
 
 def test_the_parts_of_a_pass_follow_from_those_of_a_pass_alike():
     """A matmul has a time per operation, a collective one per byte beside its latency."""
-    (measured,) = CASE.passes(2)
-    wide, thin = (replace(measured, k=k, n=n) for k, n in ((128, 64), (64, 16)))
+    wide, thin = (replace(PROBLEM, k=k, n=n) for k, n in ((128, 64), (64, 16)))
     known = parts(10e-3, 4e-3, 1e-3)
-    assert scaled(known, measured, wide).matmul == pytest.approx(20e-3)
-    assert scaled(known, measured, wide).collective == pytest.approx(4e-3)
-    assert scaled(known, measured, thin).matmul_piece == pytest.approx(10e-3 / 32)
-    assert scaled(known, measured, thin).collective == pytest.approx(1.75e-3)
-    assert scaled(known, measured, thin).gather == 0
-    assert scaled(known, measured, replace(measured, k=64 * 9)) is None
-    assert scaled(known, measured, replace(measured, m=2048)) is None
+    assert scaled(known, PROBLEM, wide).matmul == pytest.approx(20e-3)
+    assert scaled(known, PROBLEM, wide).collective == pytest.approx(4e-3)
+    assert scaled(known, PROBLEM, thin).matmul_piece == pytest.approx(10e-3 / 32)
+    assert scaled(known, PROBLEM, thin).collective == pytest.approx(1.75e-3)
+    assert scaled(known, PROBLEM, thin).gather == 0
+    assert scaled(known, PROBLEM, replace(PROBLEM, k=64 * 9)) is None
+    assert scaled(known, PROBLEM, replace(PROBLEM, m=2048)) is None
 
 
 def test_one_pass_of_each_kind_is_measured():
     class Timed:
         def __init__(self, kind):
-            self.case, self.asked = CASE._replace(kind=kind), []
+            self.shape, self.asked = SHAPE._replace(kind=kind), []
 
         def parts(self, operator, rounds):
-            self.asked.append((operator.operator, rounds))
+            self.asked.append((operator.problem.operator, rounds))
             return parts(10e-3, 4e-3, 1e-3)
 
-    (operator,) = CASE.passes(2)
     known, row, column = MeasuredParts(), Timed("row"), Timed("column")
-    for each in (operator, replace(operator, n=128), replace(operator, n=64 * 9), replace(operator, n=1024)):
-        known.of(row, each)
-    known.of(column, operator)
+    for n in (64, 128, 64 * 9, 1024):
+        known.of(row, SHAPE._replace(n=n).operator("forward"))
+    known.of(column, OPERATOR)
     assert row.asked == [("matmul_all_reduce", tuner.FIRST_ROUNDS)] * 2
     assert len(column.asked) == 1
 
@@ -149,9 +144,10 @@ def cases(group):
                 settings = Settings(tune=tune, auto=tune is None)
                 own_tuner = Tuner(settings)
                 own_tuner._save = lambda *_: None
-                case = Case(
+                shape = LayerShape(
                     kind=kind,
-                    rows=192,
+                    own_rows=192,
+                    ranks=group.size(),
                     n=48,
                     k=64,
                     dtype=torch.float32,
@@ -160,9 +156,9 @@ def cases(group):
                 )
                 torch.manual_seed(3)
                 before = torch.get_rng_state()
-                chosen = own_tuner.settings_for(case, group, backward=True)
+                chosen = own_tuner.settings_for(shape, group, backward=True)
                 assert torch.equal(before, torch.get_rng_state())
-                assert own_tuner.settings_for(case, group, backward=True) is chosen
+                assert own_tuner.settings_for(shape, group, backward=True) is chosen
                 found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
     return found
 
@@ -187,13 +183,15 @@ def test_groups_of_another_size_are_measured_and_not_kept(group):
     with tempfile.TemporaryDirectory() as folder, logged(lambda record: record.getMessage()) as lines:
         path = Path(folder) / "plan.json"
         found = Tuner(Settings(tune=str(path)))
-        sizes = [found.settings_for(CASE, each, backward=False).plan.machine.ranks for each in (group, pair)]
+        plans = [
+            found.settings_for(SHAPE._replace(ranks=each.size()), each, backward=False).plan for each in (group, pair)
+        ]
         dist.barrier(group)
-        found.keep(found.settings_for(CASE, pair, backward=False).plan.entries[0], pair, "cpu")
+        found.keep(plans[1].entries[0], pair, "cpu")
         if group.rank() == 0:
             assert json.loads(path.read_text(encoding="utf-8"))["machine"]["ranks"] == 4
             assert f"COC_TUNE: {path} is of groups of 4 ranks; what is measured on 2 is not kept" in lines
-    assert sizes == [4, 2]
+    assert [plan.machine.ranks for plan in plans] == [4, 2]
 
 
 def decided(group, path, seconds):
@@ -207,7 +205,7 @@ def decided(group, path, seconds):
     try:
         with logged(lambda record: (record.levelno, record.getMessage())) as lines:
             for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
-                found = Tuner(settings).settings_for(CASE, group, backward=False)
+                found = Tuner(settings).settings_for(SHAPE, group, backward=False)
                 sizes.append(found.plan.entries[0].sizes)
     finally:
         pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
@@ -359,8 +357,8 @@ def unlike(group):
 def test_ranks_that_come_to_different_calls_are_told_apart(ranks):
     first, second = ranks(2).run(unlike)
     assert first == second
-    assert "rank 0: Case(kind='row', rows=256" in first
-    assert "with gradients; rank 1: Case" in first
+    assert "rank 0: LayerShape(kind='row', own_rows=256" in first
+    assert "with gradients; rank 1: LayerShape" in first
 
 
 @on_ranks(2)
@@ -373,7 +371,7 @@ def test_a_failure_of_one_rank_is_told_to_all(group):
     tuner.cached_plan = missing
     try:
         with pytest.raises(chunk_plan.PlanError, match="Could not determine home directory"):
-            Tuner(Settings(auto=True)).settings_for(CASE, group, backward=False)
+            Tuner(Settings(auto=True)).settings_for(SHAPE, group, backward=False)
     finally:
         tuner.cached_plan = kept
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from ascend_parallel.diagnostics.doctor import examine
-from ascend_parallel.ops.problem import ALL_GATHER
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.patch_control import CONTROL
 from ascend_parallel.tuning.bench.results import rows_of
-from ascend_parallel.tuning.bench.shapes import case_of, shape_linears
+from ascend_parallel.tuning.bench.shapes import as_plain, shape_linears
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware
 from ascend_parallel.tuning.launch.devices import BACKENDS, CPU
@@ -206,7 +205,7 @@ def bench(request: Request, limit: float) -> dict[str, Any]:
         shape, kinds = f"{m},{k},{n}", ("row", "column")
         names += [f"{kind}, {'sequence parallel' if sequence_parallel else 'all-reduce'}" for kind in kinds]
         linears = shape_linears([shape], kinds, request.ranks, sequence_parallel, dtype, request.device)
-        cases += map(case_of, linears)
+        cases += [as_plain(linear.shape) for linear in linears]
     measured = request.on_ranks(
         "ascend_parallel.tuning.bench.passes:measure",
         limit,
@@ -231,9 +230,9 @@ def bench(request: Request, limit: float) -> dict[str, Any]:
 
 def predicted(result: dict[str, Any], ranks: int) -> dict[str, float]:
     """Return the seconds that the cost model predicts for each choice of chunks, from the parts timed alone."""
-    operator = LayerOperator(**{name: result[name] for name in ("run", "operator", "m", "k", "n")})
-    parts = PassBreakdown(**result["parts"])
-    return {name: seconds(operator, parts, ranks, sizes) for name, sizes in result["sizes"].items()}
+    operator, m, k, n = (result[name] for name in ("operator", "m", "k", "n"))
+    problem, parts = Problem(operator, m, k, n, torch.float32, CPU, ranks), PassBreakdown(**result["parts"])
+    return {name: seconds(problem, parts, sizes) for name, sizes in result["sizes"].items()}
 
 
 def known_hardware(name: str) -> str | None:

@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.sharding.graph import TensorMeta
 from ascend_parallel.sharding.layout import (
     AVERAGE,
@@ -30,7 +31,7 @@ from ascend_parallel.sharding.layout import (
 )
 from ascend_parallel.sharding.planner.elimination import Costs
 from ascend_parallel.sharding.planner.gradient_sums import bucket_seconds, summed_dims
-from ascend_parallel.sharding.planner.overlapped_matmul import ColumnGroup, ExposedCosts, LocalMatmul
+from ascend_parallel.sharding.planner.overlapped_matmul import ColumnGroup, ExposedCosts
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 
@@ -39,11 +40,14 @@ from ascend_parallel.sharding.redistribute.shortest_path import all_pairs
 class FusibleMatmul:
     """A matmul that can run with the collective of a tensor beside it.
 
+    shape
+        A rank's call; of a column matmul with all rows of x.
     placements
-        Along the matmul's mesh dimension: those to which it can sum its output, or from which it can gather its input.
+        Along `mesh_dim`: those to which it can sum its output, or from which it can gather its input.
     """
 
-    local: LocalMatmul
+    shape: LayerShape
+    mesh_dim: int
     placements: frozenset[Placement]
 
 
@@ -142,12 +146,12 @@ class _Edge:
         """Return the seconds from a source to each target: what its matmul can sum, the matmul sums first."""
         costs = self._from(source.layout)
         for matmul in source.matmuls[:1]:
-            costs, dim = costs.copy(), matmul.local.mesh_dim
+            costs, dim = costs.copy(), matmul.mesh_dim
             for placement in matmul.placements:
                 summed = np.array([_same(target.layout[dim], placement) for target in self._targets])
                 if summed.any():
                     rest = self._from(with_placement(source.layout, dim, placement))
-                    costs[summed] = (rest + self._seconds_of(matmul.local, placement))[summed]
+                    costs[summed] = (rest + self._seconds_of(matmul, placement))[summed]
         return costs
 
     def _from_layout(self, layout: Layout) -> Costs:
@@ -155,12 +159,12 @@ class _Edge:
         costs: Costs = self.plain([layout])[0]
         for place, target in enumerate(self._targets):
             for matmul in target.matmuls:
-                dim, placement = matmul.local.mesh_dim, layout[matmul.local.mesh_dim]
+                dim, placement = matmul.mesh_dim, layout[matmul.mesh_dim]
                 if placement.kind == "partial":  # the sum comes first; that of the gradient runs with the matmul
                     placement = REPLICATE
                 if placement in matmul.placements:
                     before = with_placement(target.layout, dim, placement)
-                    costs[place] = self._one(layout, before) + self._seconds_of(matmul.local, placement)
+                    costs[place] = self._one(layout, before) + self._seconds_of(matmul, placement)
                     break
             else:
                 if target.group is not None:
@@ -174,9 +178,9 @@ class _Edge:
             cost += float(seconds[index[backward(target)], index[backward(source)]])
         return cost
 
-    def _seconds_of(self, matmul: LocalMatmul, placement: Placement) -> float:
+    def _seconds_of(self, matmul: FusibleMatmul, placement: Placement) -> float:
         assert self._exposed is not None
-        return self._exposed.seconds(matmul, placement.kind == "shard", self._differentiable)
+        return self._exposed.seconds(matmul.shape, matmul.mesh_dim, placement.kind == "shard", self._differentiable)
 
     def _places(self, layouts: Sequence[Layout]) -> list[int]:
         return [self._index[layout] for layout in layouts]

@@ -23,6 +23,7 @@ from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import FUSED, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
+from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import (
@@ -42,8 +43,8 @@ from ascend_parallel.sharding.redistribute.costs import FittedCosts, MeshCosts
 from ascend_parallel.tuning.cost_model.chunk_search import MOST_CHUNKS
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
-from ascend_parallel.tuning.cost_model.models import COLUMN, Linear
+from ascend_parallel.tuning.cost_model.layer_passes import LinearPass
+from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 
 @dataclass(frozen=True)
@@ -165,38 +166,12 @@ def column_group(matmul: Matmul, reads: Sequence[Layout], output: Layout, dtype:
     return ColumnGroup(reads[matmul.x], weight, output, matmul.bias is not None, dtype)
 
 
-@dataclass(frozen=True)
-class LocalMatmul:
-    """A rank's matmul ``[m, k] x [k, n]`` next to a collective along a mesh dimension; m counts the rows of all ranks.
-
-    kind
-        "row" or "column".
-    """
-
-    kind: str
-    mesh_dim: int
-    m: int
-    k: int
-    n: int
-    dtype: torch.dtype
-
-
-def local_matmul(
-    kind: str, call: OpCall, matmul: Matmul, reads: Sequence[Layout], mesh_shape: Sequence[int], mesh_dim: int
-) -> LocalMatmul:
-    """Return a rank's part of a matmul whose x, if "column", is whole along `mesh_dim`."""
-    x, weight = call.inputs[matmul.x], call.inputs[matmul.weight]
-    slices = cuts(reads[matmul.x], mesh_shape, len(x.shape))
-    local_x = [size // count for size, count in zip(x.shape, slices, strict=True)]
-    n = weight.shape[matmul.n_dim] // cuts(reads[matmul.weight], mesh_shape, 2)[matmul.n_dim]
-    return LocalMatmul(kind, mesh_dim, prod(local_x[:-1]), local_x[-1], n, call.outputs[0].dtype)
-
-
 class ExposedCosts:
     """Seconds by which matmuls with their collectives outlast the matmuls alone."""
 
     def __init__(self, costs: MeshCosts, settings: Settings) -> None:
         """Take the costs of collectives, and the settings that choose the chunks."""
+        self._mesh_shape = costs.shape
         self._models = [_line_model(line) if isinstance(line, FittedCosts) else None for line in costs.dims]
         self._settings = _for_prices(settings)
         self._backward = backward_settings(self._settings)
@@ -208,32 +183,35 @@ class ExposedCosts:
         model = self._models[mesh_dim]
         return model is not None
 
-    def seconds(self, matmul: LocalMatmul, rows: bool, gradient: bool = True) -> float:
+    def shape(self, kind: str, call: OpCall, matmul: Matmul, reads: Sequence[Layout], mesh_dim: int) -> LayerShape:
+        """Return a rank's part of a matmul whose x, if "column", is whole along `mesh_dim`."""
+        x, weight = call.inputs[matmul.x], call.inputs[matmul.weight]
+        slices = cuts(reads[matmul.x], self._mesh_shape, len(x.shape))
+        local_x = [size // count for size, count in zip(x.shape, slices, strict=True)]
+        n = weight.shape[matmul.n_dim] // cuts(reads[matmul.weight], self._mesh_shape, 2)[matmul.n_dim]
+        costs, ranks = self._model(mesh_dim)
+        rows, k, dtype, device = prod(local_x[:-1]), local_x[-1], call.outputs[0].dtype, costs.hardware.device
+        return LayerShape(kind, rows, k, n, ranks, sequence_parallel=False, dtype=dtype, device=device)
+
+    def seconds(self, shape: LayerShape, mesh_dim: int, rows: bool, gradient: bool = True) -> float:
         """Return the exposed seconds of a step: of forward, and of backward if there is a `gradient`.
 
         rows: the collectives gather and scatter rows; otherwise they sum whole tensors.
         """
-        forward, backward = self.passes(matmul, rows)
+        forward, backward = self.passes(shape, mesh_dim, rows)
         return forward + backward * gradient
 
-    def _passes(self, matmul: LocalMatmul, rows: bool) -> tuple[float, float]:
-        model = self._models[matmul.mesh_dim]
-        assert model is not None
-        linear = Linear(
-            name=matmul.kind,
-            kind=matmul.kind,
-            m=matmul.m,
-            k=matmul.k,
-            n=matmul.n,
-            ranks=model[1],
-            sequence_parallel=rows,
-            dtype=matmul.dtype,
-            device=model[0].hardware.device,
-        )
-        again = self._settings.recompute_all_gather
-        passes = (LinearPass(model[0], linear, run, gathers_again=again) for run in (FORWARD, BACKWARD))
+    def _passes(self, shape: LayerShape, mesh_dim: int, rows: bool) -> tuple[float, float]:
+        costs, _ = self._model(mesh_dim)
+        linear, again = ModelLinear(shape.kind, shape.sharing_rows(rows)), self._settings.recompute_all_gather
+        passes = (LinearPass(costs, linear, run, gathers_again=again) for run in (FORWARD, BACKWARD))
         forward, backward = map(self._exposed, passes)
         return forward, backward
+
+    def _model(self, mesh_dim: int) -> tuple[CostModel, int]:
+        model = self._models[mesh_dim]
+        assert model is not None
+        return model
 
     def _exposed(self, part: LinearPass) -> float:
         if part.problem is None:
@@ -247,7 +225,7 @@ class ExposedCosts:
         """
         settings = self._settings
         if part.direction == BACKWARD:
-            settings = self._column_backward if part.linear.kind == COLUMN else self._backward
+            settings = self._column_backward if part.shape.kind == COLUMN else self._backward
         choice = choose(problem, settings)
         measured = settings.tunes and (problem.m, problem.k, problem.n) not in settings.customized_coc
         if choice.kernel in FUSED or measured:

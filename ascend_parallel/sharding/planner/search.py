@@ -9,12 +9,13 @@ own, and from there for each reader.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, starmap
 
 import numpy as np
 
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node, Value
 from ascend_parallel.sharding.layout import AVERAGE, REPLICATE, Layout, Placement, shard
@@ -39,7 +40,6 @@ from ascend_parallel.sharding.planner.overlapped_matmul import (
     Matmul,
     column_group,
     column_obstacle,
-    local_matmul,
     matmul_of,
     reads_columns,
     row_obstacle,
@@ -51,7 +51,6 @@ from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
-from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
 
 
 def readers_of_marked_weights(
@@ -355,10 +354,10 @@ class Search:
             for group, matmul in ways[0].items():
                 if not all(group in way for way in ways):
                     continue
-                joined = replace(matmul.local, n=sum(way[group].local.n for way in ways))
+                joined = matmul.shape._replace(n=sum(way[group].shape.n for way in ways))
                 for placement in matmul.placements:
                     if self._others_read(readers, members, mesh_dim, placement):
-                        one = FusibleMatmul(joined, frozenset((placement,)))
+                        one = FusibleMatmul(joined, mesh_dim, frozenset((placement,)))
                         yield EdgeEnd(group.read, (one,), GatheredGroup(mesh_dim, placement, group))
 
     def _others_read(
@@ -379,7 +378,7 @@ class Search:
                 self._group(node, option): matmul
                 for option, end in zip(self._known[node.name], self._column_ends(node), strict=True)
                 for matmul in end.matmuls
-                if matmul.local.mesh_dim == mesh_dim
+                if matmul.mesh_dim == mesh_dim
             },
         )
 
@@ -448,8 +447,8 @@ class Search:
                     for placement in (REPLICATE, *map(shard, range(len(shape))))
                     if not row_obstacle(matmul, shape, output, self.mesh, mesh_dim, placement)
                 )
-                local = local_matmul(ROW, node.call, matmul, option.inputs, self._shape, mesh_dim)
-                return (FusibleMatmul(local, placements),)
+                local = self._exposed.shape(ROW, node.call, matmul, option.inputs, mesh_dim)
+                return (FusibleMatmul(local, mesh_dim, placements),)
         return ()
 
     def _targets(self, value: Value, node: Node, index: int) -> tuple[EdgeEnd, ...]:
@@ -484,7 +483,8 @@ class Search:
             return ()
         return tuple(
             FusibleMatmul(
-                local_matmul(COLUMN, node.call, matmul, option.inputs, self._shape, dim),
+                self._exposed.shape(COLUMN, node.call, matmul, option.inputs, dim),
+                dim,
                 frozenset(
                     placement
                     for placement in (REPLICATE, *map(shard, range(len(shape))))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, with_placement
-from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts, LocalMatmul, local_matmul
+from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
-from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
 
 def _exposed(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> tuple[float, float]:
     """Return the exposed seconds of a kernel's forward and backward."""
-    forward, backward = costs.passes(_local(kernel, rest), kernel.row_dim is not None)
+    forward, backward = costs.passes(_shape(kernel, rest, costs), kernel.mesh_dim, kernel.row_dim is not None)
     return forward, backward if rest.graph.nodes[kernel.nodes[0]].values[0] in rest.differentiable else 0.0
 
 
-def _local(kernel: ColumnKernel | RowKernel, rest: ShardingPlan) -> LocalMatmul:
+def _shape(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> LayerShape:
     """Return a rank's part of a kernel's matmuls, as one."""
-    kind, parts = COLUMN if isinstance(kernel, ColumnKernel) else ROW, []
+    parts = []
     for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True):
         call, reads = rest.graph.nodes[name].call, list(rest.inputs[name])
         assert call is not None
-        if kind == COLUMN:  # x is gathered along the mesh dimension
+        if kernel.kind == COLUMN:  # x is gathered along the mesh dimension
             reads[matmul.x] = with_placement(reads[matmul.x], kernel.mesh_dim, PARTIAL_GRAD)
-        parts.append(local_matmul(kind, call, matmul, reads, rest.mesh.shape, kernel.mesh_dim))
-    return replace(parts[0], n=sum(part.n for part in parts))
+        parts.append(costs.shape(kernel.kind, call, matmul, reads, kernel.mesh_dim))
+    return parts[0]._replace(n=sum(part.n for part in parts))

@@ -12,13 +12,12 @@ import torch
 
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.overlapped_matmul import Matmul
 from ascend_parallel.sharding.runtime.regather import note_joined
-from ascend_parallel.tuning.cost_model.models import COLUMN, ROW
-from ascend_parallel.tuning.measured.pass_times import Case
 from ascend_parallel.tuning.measured.tuner import Tuner
 
 Tensors = Sequence[torch.Tensor]
@@ -103,10 +102,11 @@ class Kernel(ABC):
         """
         key = x.shape, weight.shape, operand_dtype(weight), x.device.type
         if key not in self._tuned_layers:
-            case = Case.of(self.kind, x, weight, sequence_parallel=self.row_dim is not None)
+            group, rows = self.layer.group, self.row_dim is not None
+            shape = LayerShape.of(self.kind, x, weight, group.size(), sequence_parallel=rows)
             others = (dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim != self.mesh_dim)
             found = _tuner(self.settings).settings_for(
-                case, self.layer.group, backward=self.differentiable, replicas=[*map(self.mesh.group, others)]
+                shape, group, backward=self.differentiable, replicas=[*map(self.mesh.group, others)]
             )
             self._tuned_layers[key] = replace(self.layer, settings=found)
         return self._tuned_layers[key]

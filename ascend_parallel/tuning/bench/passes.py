@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.operators import with_fused_limits
-from ascend_parallel.ops.problem import TP, Problem
+from ascend_parallel.ops.problem import TP, matmul_in_words
 from ascend_parallel.ops.registry import FUSED, choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.overlap.layer_shape import LayerOperator, LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
 from ascend_parallel.tuning.launch.devices import BACKENDS, device_of, own_device
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
-from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear
+from ascend_parallel.tuning.measured.pass_times import TimedLinear
 from ascend_parallel.tuning.measured.tuner import FEW, MOST_CHUNKS, ROUNDS, best_of_model, decide
 
 SERIAL = "serial"
@@ -46,11 +46,11 @@ def measure(
     machine = this_machine(group.size(), own_device(device), BACKENDS[device])
     results, entries = [], []
     for index, raw in enumerate(cases):
-        case = Case(**{**raw, "dtype": getattr(torch, raw["dtype"]), "device": device})
-        layer = TimedLinear(case, group, PLAIN, machine)
-        for operator in case.passes(group.size()):
-            shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
-            report(f"{index + 1}/{len(cases)}  {case.kind} {operator.run} {shape}")
+        shape = LayerShape(**{**raw, "dtype": getattr(torch, raw["dtype"]), "device": device})
+        layer = TimedLinear(shape, group, PLAIN, machine)
+        for operator in shape.operators:
+            what = f"{shape.kind} {operator.direction} {matmul_in_words(operator.problem)}"
+            report(f"{index + 1}/{len(cases)}  {what}")
             result = _measure_pass(layer, operator, chunks, fused, rounds, equal, deterministic or [])
             entries.append(result.pop("entry"))
             results.append({"case": index, **result})
@@ -80,15 +80,15 @@ def _measure_pass(
     best = min((name for name in final if name != SERIAL), key=lambda name: median(final[name]), default=SERIAL)
     kept = decide({candidates[name]: values for name, values in final.items()}, candidates[SERIAL], candidates[best])
     return {
-        **asdict(operator),
-        "kind": layer.case.kind,
-        "sequence_parallel": layer.case.sequence_parallel,
+        **operator.as_dict(),
+        "kind": layer.shape.kind,
+        "sequence_parallel": layer.shape.sequence_parallel,
         "parts": asdict(parts),
         "sizes": {name: list(sizes) for name, sizes in candidates.items()},
         "times": times,
         "again": final,
         "kept": list(kept.sizes),
-        "entry": Entry.of(operator, layer.case.dtype, kept.sizes, kept.serial, kept.chosen),
+        "entry": Entry.of(operator, kept.sizes, kept.serial, kept.chosen),
     }
 
 
@@ -117,7 +117,7 @@ def _candidate_sizes(
             if len(sizes) == count and sizes not in candidates.values():
                 candidates[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
-        sizes = layer.sizes_as_run(operator, best_of_model(operator, parts, layer.group.size(), most).sizes)
+        sizes = layer.sizes_as_run(operator, best_of_model(operator.problem, parts, most).sizes)
         if sizes not in candidates.values():
             candidates[name] = sizes
     return candidates
@@ -125,7 +125,5 @@ def _candidate_sizes(
 
 def _fused_kernel(layer: TimedLinear, operator: LayerOperator) -> str | None:
     """Return the fused kernel that takes a pass, "shm" or "npu"; None if none does."""
-    case, group = layer.case, layer.group
-    problem = Problem(operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, group.size())
-    kernel = choose(with_fused_limits(problem, group), Settings(fused=True)).kernel
+    kernel = choose(with_fused_limits(operator.problem, layer.group), Settings(fused=True)).kernel
     return kernel if kernel in FUSED else None

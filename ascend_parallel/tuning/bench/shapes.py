@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.text import dtype_name, shown, whole
-from ascend_parallel.tuning.cost_model.models import Linear, Model
+from ascend_parallel.tuning.cost_model.models import Model, ModelLinear
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
 TILE = 16
@@ -32,7 +33,7 @@ def scaled(model: Model, factor: int) -> Model:
 
 def shape_linears(
     shapes: Sequence[str], layers: Sequence[str], ranks: int, sequence_parallel: bool, dtype: torch.dtype, device: str
-) -> list[Linear]:
+) -> list[ModelLinear]:
     """Return a layer for each of ``M,K,N`` and each kind: a rank's ``[M, K] x [K, N]``, M the rows of all ranks.
 
     Raises `PlanningError` for a shape that cannot be split.
@@ -45,16 +46,8 @@ def shape_linears(
                 f"--shape {text}: M is not divisible by the {ranks} ranks, as sequence parallelism needs"
             )
         found += [
-            Linear(
-                name=kind,
-                kind=kind,
-                m=m,
-                k=k,
-                n=n,
-                ranks=ranks,
-                sequence_parallel=sequence_parallel,
-                dtype=dtype,
-                device=device,
+            ModelLinear(
+                kind, LayerShape.of_rows(kind, m, ranks, sequence_parallel, k=k, n=n, dtype=dtype, device=device)
             )
             for kind in layers
         ]
@@ -70,13 +63,6 @@ def _parse(text: str) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def case_of(linear: Linear) -> dict[str, Any]:
-    """Return the fields of a `Case` as JSON holds them; `passes.measure` adds the device."""
-    return {
-        "kind": linear.kind,
-        "rows": linear.own_rows,
-        "n": linear.n,
-        "k": linear.k,
-        "dtype": dtype_name(linear.dtype),
-        "sequence_parallel": linear.sequence_parallel,
-    }
+def as_plain(shape: LayerShape) -> dict[str, Any]:
+    """Return the fields of a shape as JSON holds them; `passes.measure` puts the device of its ranks in."""
+    return {**shape._asdict(), "dtype": dtype_name(shape.dtype)}

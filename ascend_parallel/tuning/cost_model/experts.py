@@ -16,8 +16,9 @@ import numpy as np
 from ascend_parallel.ops.part_exchange import IN_FLIGHT
 from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.overlap.layer_shape import FORWARD
 from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel, ranks_in_domain
-from ascend_parallel.tuning.cost_model.layer_passes import FORWARD, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import Schedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.region import Estimate, Lanes, disturbed
 

@@ -10,30 +10,30 @@ from functools import cached_property
 
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
-from ascend_parallel.tuning.cost_model.models import COLUMN, Linear
-
-FORWARD, BACKWARD = "forward", "backward"
+from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 
 class LinearPass:
     """Forward or backward of one layer on one rank; all times in seconds."""
 
-    def __init__(self, costs: CostModel, linear: Linear, direction: str, *, gathers_again: bool = True) -> None:
+    def __init__(self, costs: CostModel, linear: ModelLinear, direction: str, *, gathers_again: bool = True) -> None:
         """Set up the pass `direction` ("forward" or "backward") of `linear`.
 
         gathers_again: a column layer's backward gathers the rows of its input (`recompute_all_gather`).
         """
         self.costs, self.linear, self.direction = costs, linear, direction
+        self.shape = shape = linear.shape
         forward = direction == FORWARD
         self.problem: Problem | None = linear.problem(direction)
-        m, k, item = linear.m, linear.k, linear.dtype.itemsize
-        widths = (linear.n,) if self.problem else linear.products  # products beside a collective run as one
+        m, k, item = shape.rows, shape.k, shape.dtype.itemsize
+        widths = (shape.n,) if self.problem else linear.products  # products beside a collective run as one
         self.matmul = sum(costs.matmul(m, *((k, n) if forward else (n, k)), item) for n in widths)
         self.tail = 0.0 if forward else sum(costs.matmul(n, m, k, item) for n in widths)
-        self.gathers_input = gathers_again and not forward and linear.kind == COLUMN and linear.sequence_parallel
+        self.gathers_input = gathers_again and not forward and shape.kind == COLUMN and shape.sequence_parallel
 
     @property
     def computation(self) -> float:
@@ -107,7 +107,7 @@ class Schedule:
         """Return the time of `part` under this schedule."""
         if part.problem is None:
             return part.computation
-        column_backward = part.direction == BACKWARD and part.linear.kind == COLUMN
+        column_backward = part.direction == BACKWARD and part.shape.kind == COLUMN
         if column_backward and not self.column_backward and self.name != "in-turn":
             return part.megatron
         if self.name in ("in-turn", "megatron", "bound"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
 from ascend_parallel.tuning.cost_model.experts import ExpertsTime
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass, Schedule
-from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Linear, Model, head_linear, layer_linears
+from ascend_parallel.tuning.cost_model.layer_passes import LinearPass, Schedule
+from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model, ModelLinear, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import Elementwise, Region
 
 RECOMPUTE = ("none", "selective", "full")
@@ -261,7 +262,7 @@ class EmbeddingAndLogitsTime:
     def __init__(self, costs: CostModel, model: Model, batch: Batch) -> None:
         """Set up the ends of `model` as `batch` distributes it."""
         self.costs, self.model, self.batch = costs, model, batch
-        self.linear: Linear = head_linear(model, batch)
+        self.linear: ModelLinear = head_linear(model, batch)
         self.parts = {direction: LinearPass(costs, self.linear, direction) for direction in (FORWARD, BACKWARD)}
 
     @property

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.overlap.choices import column_operators, row_operators
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_text, require
 from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of, dimensions_of_config
 
-COLUMN, ROW = "column", "row"
 # How a planned model runs what surrounds its matmuls (`Batch`).
 TORCH = "torch"
 MOST = 1 << 40
@@ -166,43 +165,27 @@ class Model:
         return dense + self.sparse_layers * (self.sparse_weights() + experts * self.expert_weights())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Linear:
-    """A tensor-parallel linear layer on one rank: ``[m, k] x [k, n]`` in forward; m counts the rows of all ranks.
+@dataclass(frozen=True)
+class ModelLinear:
+    """A tensor-parallel linear layer of a described model, or of a shape that a user gives, with its name.
 
     widths
         The columns of each product, if several layers of one input run one by one; their sum is n.
     """
 
     name: str
-    kind: str
-    m: int
-    k: int
-    n: int
-    ranks: int
-    sequence_parallel: bool
-    dtype: torch.dtype
-    device: str
+    shape: LayerShape
     widths: tuple[int, ...] = ()
 
     @property
     def products(self) -> tuple[int, ...]:
         """The columns of each product."""
-        return self.widths or (self.n,)
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of this rank's input."""
-        return self.m // self.ranks if self.kind == COLUMN and self.sequence_parallel else self.m
+        return self.widths or (self.shape.n,)
 
     def problem(self, direction: str) -> Problem | None:
         """Return the operator of "forward" or "backward"; None if it has no collective."""
-        make = column_operators if self.kind == COLUMN else row_operators
-        for operator in make(self.own_rows, self.k, self.n, self.ranks, self.sequence_parallel):
-            if operator.run == direction and self.ranks > 1:
-                shape = (operator.m, operator.k, operator.n)
-                return Problem(operator.operator, *shape, self.dtype, self.device, self.ranks)
-        return None
+        operator = self.shape.operator(direction) if self.shape.ranks > 1 else None
+        return operator and operator.problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +244,7 @@ class Batch:
         return self.rows // self.tp if self.sequence_parallel else self.rows
 
 
-def layer_linears(model: Model, batch: Batch, *, sparse: bool | None = None) -> list[Linear]:
+def layer_linears(model: Model, batch: Batch, *, sparse: bool | None = None) -> list[ModelLinear]:
     """Return the tensor-parallel linear layers of one transformer layer, in the order of forward.
 
     sparse: of a layer with experts: a shared expert stands in the MLP's place. None: of the model's last layers.
@@ -289,7 +272,7 @@ def layer_linears(model: Model, batch: Batch, *, sparse: bool | None = None) -> 
     return [*attention, linear("proj", ROW, heads * model.value_dim, model.hidden), *(mlp if width else [])]
 
 
-def head_linear(model: Model, batch: Batch) -> Linear:
+def head_linear(model: Model, batch: Batch) -> ModelLinear:
     """Return the layer that computes the logits, on the last stage."""
     return _linear(batch, "logits", COLUMN, model.hidden, -(-model.vocab // batch.tp))
 
@@ -338,17 +321,16 @@ def _model(name: str, values: Mapping[str, Any], place: str) -> Model:
     return Model(**({"name": name, "title": name, "source": place} | dict(values)))
 
 
-def _linear(batch: Batch, name: str, kind: str, k: int, n: int, *, widths: tuple[int, ...] = ()) -> Linear:
+def _linear(batch: Batch, name: str, kind: str, k: int, n: int, *, widths: tuple[int, ...] = ()) -> ModelLinear:
     """Return a layer; widths: of the layers that a framework joins to one, and single operators do not."""
-    return Linear(
-        name=name,
-        kind=kind,
-        m=batch.rows,
+    shape = LayerShape.of_rows(
+        kind,
+        batch.rows,
+        batch.tp,
+        batch.sequence_parallel and batch.tp > 1,
         k=k,
         n=n,
-        ranks=batch.tp,
-        sequence_parallel=batch.sequence_parallel and batch.tp > 1,
         dtype=batch.dtype,
         device=batch.device,
-        widths=widths if batch.single_operators else (),
     )
+    return ModelLinear(name, shape, widths if batch.single_operators else ())

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel
-from ascend_parallel.tuning.cost_model.layer_passes import BACKWARD, FORWARD, LinearPass
+from ascend_parallel.tuning.cost_model.layer_passes import LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch
 
 
@@ -237,7 +238,7 @@ class Region:
     @property
     def _blocks(self) -> int:
         """The ranks whose rows a chunk holds."""
-        return self._proj.linear.ranks if self._sequence_parallel else 1
+        return self._proj.shape.ranks if self._sequence_parallel else 1
 
     def _matmul(self, part: LinearPass, rows: int) -> float:
         """Return the seconds of `rows` rows of every rank, or of this rank, in the pass's matmul."""
@@ -252,13 +253,13 @@ class Region:
     def _reduce(self, part: LinearPass, rows: int) -> float:
         _, _, n, item = _shape(part)
         kind = REDUCE_SCATTER if self._sequence_parallel else ALL_REDUCE
-        return self._costs.collective(kind, rows * self._blocks * n * item, part.linear.ranks, whole=self._whole)
+        return self._costs.collective(kind, rows * self._blocks * n * item, part.shape.ranks, whole=self._whole)
 
     def _gather(self, part: LinearPass, rows: int, *, outputs: bool = False) -> float:
         """Return the seconds of the gather of the matmul's input, or of rows as wide as its outputs."""
         _, k, n, item = _shape(part)
         size = rows * self._blocks * (n if outputs else k) * item
-        return self._costs.collective(GATHER, size, part.linear.ranks, whole=self._whole)
+        return self._costs.collective(GATHER, size, part.shape.ranks, whole=self._whole)
 
     def _part(self, work: Elementwise, rows: int) -> float:
         return work.seconds * rows / self._rows + work.launches * self._costs.hardware.matmul.launch
@@ -266,6 +267,6 @@ class Region:
 
 def _shape(part: LinearPass) -> tuple[int, int, int, int]:
     """Return m, k and n of the pass's matmul over all rows, and the bytes of an element."""
-    linear = part.linear
-    k, n = (linear.k, linear.n) if part.direction == FORWARD else (linear.n, linear.k)
-    return linear.m, k, n, linear.dtype.itemsize
+    shape = part.shape
+    k, n = (shape.k, shape.n) if part.direction == FORWARD else (shape.n, shape.k)
+    return shape.rows, k, n, shape.dtype.itemsize

@@ -8,16 +8,15 @@ from typing import Any
 from rich.console import Console
 
 from ascend_parallel.ops.problem import EXPERT_EXCHANGE
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.text import dtype_name, size_of
 from ascend_parallel.text.tables import FittedTable, terminal_table
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.cost_model.layer_passes import (
-    BACKWARD,
     BEST,
     BOUND,
     EQUAL,
-    FORWARD,
     IN_TURN,
     MEGATRON,
     LinearPass,
@@ -166,13 +165,13 @@ def sizes_in_words(sizes: tuple[int, ...]) -> str:
 
 
 def _call(part: LinearPass) -> dict[str, Any]:
-    linear, problem, best = part.linear, part.problem, part.best
-    m, k, n = (linear.m, linear.k, linear.n) if part.direction == FORWARD else (linear.m, linear.n, linear.k)
+    shape, problem, best = part.shape, part.problem, part.best
+    k, n = (shape.k, shape.n) if part.direction == FORWARD else (shape.n, shape.k)
     return {
-        "layer": linear.name,
+        "layer": part.linear.name,
         "pass": part.direction,
         "operator": operator_of(part),
-        "m": m,
+        "m": shape.rows,
         "k": k,
         "n": n,
         "rows": problem.rows if problem else None,

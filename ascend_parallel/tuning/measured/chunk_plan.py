@@ -21,7 +21,7 @@ import torch
 
 from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.overlap.layer_shape import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
 from ascend_parallel.text import dtype_name, file_text, replace_text, shown
 
@@ -71,9 +71,10 @@ class Entry:
     chosen: float
 
     @classmethod
-    def of(cls, operator: LayerOperator, dtype: torch.dtype, sizes: Sizes, serial: float, chosen: float) -> Entry:
+    def of(cls, operator: LayerOperator, sizes: Sizes, serial: float, chosen: float) -> Entry:
         """Make the entry of one operator of a layer, or of an exchange with experts."""
-        return cls(**vars(operator), dtype=dtype_name(dtype), sizes=sizes, serial=serial, chosen=chosen)
+        dtype = dtype_name(operator.problem.dtype)
+        return cls(**operator.as_dict(), dtype=dtype, sizes=sizes, serial=serial, chosen=chosen)
 
     @property
     def key(self) -> Key:
@@ -102,7 +103,7 @@ class Plan:
                 f"the plan was measured on {self.machine.ranks} ranks and does not fit a group of {problem.ranks}: "
                 "measure a plan for this group with COC_TUNE, or unset COC_PLAN"
             )
-        entry = self.entry_of_problem(problem)
+        entry = self.entry_of(LayerOperator(self.run, problem))
         if entry is None or sum(entry.sizes) != problem.rows:
             return None
         if problem.is_exchange and len(entry.sizes) == 1:
@@ -114,15 +115,11 @@ class Plan:
             return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn_of(problem)}"
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
 
-    def entry_of_problem(self, problem: Problem) -> Entry | None:
-        """Return the entry of a call, or None."""
-        operator = LayerOperator(self.run, problem.operator, problem.m, problem.k, problem.n)
-        return self.entry_of(operator, problem.dtype)
-
-    def entry_of(self, operator: LayerOperator, dtype: torch.dtype) -> Entry | None:
-        """Return the entry for one operator of a layer, or None."""
-        shape = operator.m, operator.k, operator.n
-        return self._by_key.get((operator.run, operator.operator, *shape, dtype_name(dtype)))
+    def entry_of(self, operator: LayerOperator) -> Entry | None:
+        """Return the entry for one operator of a layer, or for an exchange, or None."""
+        direction, problem = operator
+        shape = problem.m, problem.k, problem.n
+        return self._by_key.get((direction, problem.operator, *shape, dtype_name(problem.dtype)))
 
     def __hash__(self) -> int:
         """Return the cached hash: every call of a layer looks up settings that hold a plan."""

@@ -22,8 +22,8 @@ from ascend_parallel.ops.expert_exchange import RowCounts
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.overlap.choices import LayerOperator
 from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
+from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
@@ -116,8 +116,7 @@ def fastest_groups(
         more = _times(problem, group, {whole: in_turn, best: runs[best]}, ROUNDS - FIRST_ROUNDS, device)
         times = {sizes: [*times[sizes], *more[sizes]] for sizes in more}
     tuned = decide(times, whole, best)
-    exchanged = LayerOperator("forward", problem.operator, problem.m, problem.k, problem.n)
-    return Entry.of(exchanged, problem.dtype, tuned.sizes, tuned.serial, tuned.chosen)
+    return Entry.of(LayerOperator(FORWARD, problem), tuned.sizes, tuned.serial, tuned.chosen)
 
 
 def _times(

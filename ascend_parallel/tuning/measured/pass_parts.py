@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.pending import NamedWork
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.overlap.layer_shape import BACKWARD, LayerOperator
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan_beside
 
 PIECES = 8  # pieces of a collective and of a matmul whose cost is measured
@@ -93,18 +93,18 @@ def part_calls(
     like: a tensor of the layer's dtype and device. gathered_columns: columns of the layer input that backward
     gathers, or None.
     """
-    columns = operator.k if operator.operator == ALL_GATHER else operator.n
-    rows = operator.m if operator.operator == ALL_REDUCE else operator.m // group.size()
+    problem = operator.problem
+    columns, rows = problem.k if problem.operator == ALL_GATHER else problem.n, problem.rows
     count = min(PIECES, rows)
     cuts = {"latency": (min(rows, LATENCY_ROWS),), "collective": (rows,), "pieces": _even(rows, count)}
-    collective = Collective(operator.operator, group, like, rows, columns)
+    collective = Collective(problem.operator, group, like, rows, columns)
     timed: dict[str, Callable[[], object]] = {name: partial(collective.run, sizes) for name, sizes in cuts.items()}
     # Write the operands: untouched pages would all map to the same page of zeros.
-    x, w = like.new_ones(operator.m, operator.k), like.new_ones(operator.k, operator.n)
-    piece = partial(torch.mm, x[: max(operator.m // count, 1)], w)
+    x, w = like.new_ones(problem.m, problem.k), like.new_ones(problem.k, problem.n)
+    piece = partial(torch.mm, x[: max(problem.m // count, 1)], w)
     timed |= {"matmul": partial(torch.mm, x, w), "matmul_piece": piece}
-    if operator.run == "backward":
-        timed["weight_gradient"] = partial(torch.mm, like.new_ones(operator.n, operator.m), x)
+    if operator.direction == BACKWARD:
+        timed["weight_gradient"] = partial(torch.mm, like.new_ones(problem.n, problem.m), x)
     if gathered_columns is not None:
         gather = Collective(ALL_GATHER, group, like, rows, gathered_columns)
         timed |= {"gather": partial(gather.run, (rows,)), "gather_pieces": partial(gather.run, cuts["pieces"])}
@@ -165,17 +165,17 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(operator: LayerOperator, parts: PassBreakdown, ranks: int, sizes: Sequence[int]) -> float:
+def seconds(problem: Problem, parts: PassBreakdown, sizes: Sequence[int]) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs
     the latency: the first of an all-gather, the last of the others. While both lanes run, each runs at its rate.
     """
-    first, whole, blocks = operator.operator == ALL_GATHER, len(sizes) == 1, 1
-    if operator.operator != ALL_REDUCE:
-        blocks = ranks - 1 if first else ranks
+    first, whole, blocks = problem.operator == ALL_GATHER, len(sizes) == 1, 1
+    if problem.operator != ALL_REDUCE:
+        blocks = problem.ranks - 1 if first else problem.ranks
     fixed = max(parts.count * parts.matmul_piece - parts.matmul, 0.0) / max(parts.count - 1, 1)
-    per_row = max(parts.matmul - fixed, 0.0) / operator.m
+    per_row = max(parts.matmul - fixed, 0.0) / problem.m
     extra = max(parts.pieces - parts.collective, 0.0) / max(parts.count - 1, 1)
     moving = max(min(parts.pieces, parts.collective) - parts.latency, 0.0) / parts.rows
     compute, collective, own = [parts.matmul], [parts.collective], 0.0

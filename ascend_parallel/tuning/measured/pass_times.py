@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import (
-    LayerOperator,
-    backward_settings,
-    column_operators,
-    operand_dtype,
-    row_operators,
-)
+from ascend_parallel.overlap.choices import backward_settings
+from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
@@ -42,55 +36,23 @@ Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
 
 
-class Case(NamedTuple):
-    """A layer's call on one rank of a group: shapes, dtype, device and options. Every call is looked up by it.
-
-    rows
-        Product of the leading dimensions of this rank's input.
-    n, k
-        Shape of this rank's weight.
-    """
-
-    kind: str
-    rows: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    device: str
-    sequence_parallel: bool = False
-    reduce_input_grad: bool = True
-
-    @classmethod
-    def of(cls, kind: str, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Case:
-        """Describe the call of a layer of kind "row" or "column", with x [..., K] and weight [N, K] of this rank."""
-        rows, (n, k), dtype = x.shape[:-1].numel(), weight.shape, operand_dtype(weight)
-        return cls(kind, rows, n, k, dtype, x.device.type, **options)
-
-    def passes(self, ranks: int) -> list[LayerOperator]:
-        """Return the operators of forward and backward that have a collective."""
-        make = column_operators if self.kind == "column" else row_operators
-        passes = make(self.rows, self.k, self.n, ranks, self.sequence_parallel)
-        reduces = self.sequence_parallel or self.reduce_input_grad
-        return [operator for operator in passes if operator.run == "forward" or self.kind == "row" or reduces]
-
-
 class TimedLinear:
-    """A case with random operands, on which its passes are timed."""
+    """A layer of a shape, with random operands, on which its passes are timed."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
+    def __init__(self, shape: LayerShape, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
         """Draw the operands from a private generator, so that the run's random state does not change."""
-        self.case, self.group = case, group
+        self.shape, self.group = shape, group
         self._settings, self._machine = settings, machine
-        self._clock = RankClock(group, case.device)
+        self._clock = RankClock(group, shape.device)
         generator = torch.Generator().manual_seed(group.rank())
-        y_rows = self._output_rows()
+        scatters = shape.kind != COLUMN and shape.sequence_parallel
 
-        def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cpu").to(case.device, case.dtype)
+        def drawn(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=generator, device="cpu").to(shape.device, shape.dtype)
 
-        self.x = drawn(case.rows, case.k).requires_grad_()
-        self.weight = drawn(case.n, case.k).requires_grad_()
-        self.dy = drawn(y_rows, case.n)
+        self.x = drawn(shape.own_rows, shape.k).requires_grad_()
+        self.weight = drawn(shape.n, shape.k).requires_grad_()
+        self.dy = drawn(shape.rows // shape.ranks if scatters else shape.rows, shape.n)
 
     def time_sizes(self, operator: LayerOperator, candidates: Sequence[Sizes], rounds: int) -> Times:
         """Time one pass with each of these chunk sizes; see `time`."""
@@ -113,9 +75,9 @@ class TimedLinear:
         self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
     ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
-        gathers_input = operator.run == "backward" and self.case.kind == "column" and self.case.sequence_parallel
+        gathers_input = operator.direction == BACKWARD and self.shape.kind == COLUMN and self.shape.sequence_parallel
         gathers_input &= self._settings.recompute_all_gather
-        calls = part_calls(operator, self.group, self.x.detach(), self.case.k if gathers_input else None)
+        calls = part_calls(operator, self.group, self.x.detach(), self.shape.k if gathers_input else None)
         runs: dict[Any, Callable[[], float]] = {
             name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
         }
@@ -149,28 +111,18 @@ class TimedLinear:
             _wait(waits)
         return seconds
 
-    def _output_rows(self) -> int:
-        if not self.case.sequence_parallel:
-            return self.case.rows
-        ranks = self.group.size()
-        return self.case.rows * ranks if self.case.kind == "column" else self.case.rows // ranks
-
     def sizes_as_run(self, operator: LayerOperator, sizes: Sizes) -> Sizes:
         """Return the sizes that a call with `sizes` really runs: larger chunks where the matmul's bits need them.
 
         A collective function: every rank of the group must call it.
         """
-        case = self.case
-        problem = Problem(
-            operator.operator, operator.m, operator.k, operator.n, case.dtype, case.device, self.group.size()
-        )
         settings = self.with_sizes(operator, sizes)
-        choice = choose(problem, settings if operator.run == "forward" else backward_settings(settings))
+        choice = choose(operator.problem, settings if operator.direction == FORWARD else backward_settings(settings))
         return keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
 
     def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
         """Return settings with which this pass runs in chunks of `sizes`."""
-        entry = Entry.of(operator, self.case.dtype, sizes, serial=1.0, chosen=1.0)
+        entry = Entry.of(operator, sizes, serial=1.0, chosen=1.0)
         changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
         changes["digests"] = None
         return replace(self._settings, customized_coc={}, **changes)
@@ -181,13 +133,13 @@ class TimedLinear:
             return self._timed(operator, settings)
 
     def _timed(self, operator: LayerOperator, settings: Settings) -> float:
-        run: Callable[..., torch.Tensor] = column_linear if self.case.kind == "column" else row_linear
+        run: Callable[..., torch.Tensor] = column_linear if self.shape.kind == COLUMN else row_linear
         options: dict[str, Any] = {
             "group": self.group,
             "settings": settings,
-            "sequence_parallel": self.case.sequence_parallel,
+            "sequence_parallel": self.shape.sequence_parallel,
         }
-        if operator.run == "forward":
+        if operator.direction == FORWARD:
             with torch.no_grad():
                 return self._clock.seconds(lambda: run(self.x, self.weight, **options))
         with torch.enable_grad():

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
-from ascend_parallel.ops.problem import ALL_GATHER, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, Problem, matmul_in_words
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.overlap.choices import LayerOperator
+from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
@@ -39,7 +39,7 @@ from ascend_parallel.tuning.measured.chunk_plan import (
     this_machine,
 )
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
-from ascend_parallel.tuning.measured.pass_times import Case, TimedLinear, Times
+from ascend_parallel.tuning.measured.pass_times import TimedLinear, Times
 
 log = logging.getLogger("ascend_parallel")
 
@@ -81,7 +81,7 @@ class TunedPass:
 
 
 # The chunks of each pass that this process has tuned or found in a plan, for its last line.
-CHUNKS: dict[tuple[LayerOperator, str], int] = {}
+CHUNKS: dict[LayerOperator, int] = {}
 
 
 class Tuner:
@@ -109,14 +109,14 @@ class Tuner:
         self._measure = settings.tune is not None
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Case, bool], Settings]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[LayerShape, bool], Settings]] = WeakKeyDictionary()
         self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
-        self._logged: set[tuple[LayerOperator, str]] = set()
+        self._logged: set[LayerOperator] = set()
         self._unkept: set[int] = set()  # sizes of groups of which the file keeps nothing: it is of another size
 
     def settings_for(
         self,
-        case: Case,
+        shape: LayerShape,
         group: dist.ProcessGroup,
         *,
         backward: bool,
@@ -125,40 +125,41 @@ class Tuner:
     ) -> Settings:
         """Return settings whose plan has an entry for each pass of this layer.
 
-        The first call with a case runs `agree` and then communicates on `group`, unless no pass of the case has a
-        collective; then on each of `replicas`, whose ranks measure the same case in groups of their own and have to
+        The first call of a shape runs `agree` and then communicates on `group`, unless no pass of it has a
+        collective; then on each of `replicas`, whose ranks measure the same shape in groups of their own and have to
         run the same chunks: sums over more than two ranks have the bits of their chunks.
         """
         known = self._known.setdefault(group, {})
-        settings = known.get((case, backward))
+        settings = known.get((shape, backward))
         if settings is None:
-            passes = [operator for operator in case.passes(group.size()) if backward or operator.run == "forward"]
-            if not passes or not case.rows:
-                return self._unless_cut if _may_be_original(case, group) else self._settings
+            assert shape.ranks == group.size()
+            passes = [operator for operator in shape.operators if backward or operator.direction == FORWARD]
+            if not passes or not shape.own_rows:
+                return self._unless_cut if _may_be_original(shape, group) else self._settings
             agree()
-            _check_same_call(group, f"{case}, {'with' if backward else 'without'} gradients")
-            plan = self._plan(group, case.device)
-            missing = [operator for operator in passes if plan.entry_of(operator, case.dtype) is None]
+            _check_same_call(group, f"{shape}, {'with' if backward else 'without'} gradients")
+            plan = self._plan(group, shape.device)
+            missing = [operator for operator in passes if plan.entry_of(operator) is None]
             if missing:
                 plan = plan.with_entries(
-                    tuple(self._entry(case, operator, group, plan.machine) for operator in missing)
+                    tuple(self._entry(shape, operator, group, plan.machine) for operator in missing)
                 )
             for other in replicas:
-                plan = self._as_replicas(plan, passes, case, other)
+                plan = self._as_replicas(plan, passes, shape, other)
             self._plans[group] = plan
             if missing and self._measure and group.rank() == 0:
                 self._save(plan)
-            self._log_known(plan, passes, case)
-            entries = [plan.entry_of(operator, case.dtype) for operator in passes]
+            self._log_known(plan, passes)
+            entries = [plan.entry_of(operator) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
-            original = not cut and _may_be_original(case, group)
+            original = not cut and _may_be_original(shape, group)
             settings = replace(self._unless_cut if original else self._settings, plan=plan)
-            known[case, backward] = settings
+            known[shape, backward] = settings
         return settings
 
     def exchange_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
         """Return the entry of an exchange around parts, or None; every rank of `group` calls this alike."""
-        return self._plan(group, problem.device).entry_of_problem(problem)
+        return self._plan(group, problem.device).entry_of(LayerOperator(FORWARD, problem))
 
     def keep(self, entry: Entry, group: dist.ProcessGroup, device: str) -> None:
         """Add an entry to the plan of `group`, and with COC_TUNE to the file."""
@@ -203,27 +204,27 @@ class Tuner:
             )
         return plan
 
-    def _entry(self, case: Case, operator: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
-        timing = (
-            f"timing {operator.run} {operator.operator} [{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
-        )
+    def _entry(self, shape: LayerShape, operator: LayerOperator, group: dist.ProcessGroup, machine: Machine) -> Entry:
+        timing = f"timing {operator.direction} {operator.problem.operator} {matmul_in_words(operator.problem)}"
         # The modes: hide these matmuls from a selective checkpoint's policy.
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
-            layer = TimedLinear(case, group, self._settings, machine)
+            layer = TimedLinear(shape, group, self._settings, machine)
             if self._measure:
                 parts = layer.parts(operator, ROUNDS)
             else:
                 parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
             tuned = (measured if self._measure else confirmed)(layer, operator, parts)
         bound = parts.communication > parts.computation and not self._settings.region
-        self._log_once(operator, case, tuned, self._hint if bound else "")
-        return Entry.of(operator, case.dtype, tuned.sizes, tuned.serial, tuned.chosen)
+        self._log_once(operator, tuned, self._hint if bound else "")
+        return Entry.of(operator, tuned.sizes, tuned.serial, tuned.chosen)
 
-    def _as_replicas(self, plan: Plan, passes: list[LayerOperator], case: Case, group: dist.ProcessGroup) -> Plan:
+    def _as_replicas(
+        self, plan: Plan, passes: list[LayerOperator], shape: LayerShape, group: dist.ProcessGroup
+    ) -> Plan:
         """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
-        mine = [entry for operator in passes if (entry := plan.entry_of(operator, case.dtype)) is not None]
+        mine = [entry for operator in passes if (entry := plan.entry_of(operator)) is not None]
         value = {"entries": [asdict(entry) for entry in mine]}
-        values = exchange(group, f"the chunks of {case}", value, DisagreementError).values()
+        values = exchange(group, f"the chunks of {shape}", value, DisagreementError).values()
         found = [[Entry(**{**raw, "sizes": tuple(raw["sizes"])}) for raw in each["entries"]] for each in values]
         fewest = tuple(min(same, key=_fewest) for same in zip(*found, strict=True))
         for entry, before in zip(fewest, mine, strict=True):
@@ -233,22 +234,22 @@ class Tuner:
                 log.warning("%s: %s %s: chunks of %s rows, as on a replica", variable, entry.run, entry.operator, rows)
         return plan.with_entries(fewest)
 
-    def _log_known(self, plan: Plan, passes: list[LayerOperator], case: Case) -> None:
+    def _log_known(self, plan: Plan, passes: list[LayerOperator]) -> None:
         """Log the entries of passes that the plan file already had."""
         for operator in passes:
-            entry = plan.entry_of(operator, case.dtype)
+            entry = plan.entry_of(operator)
             assert entry is not None
             tuned = TunedPass(entry.sizes, entry.serial, entry.chosen, "no cut won when it was measured")
-            self._log_once(operator, case, tuned, f" (known from {self._path(plan.machine)})")
+            self._log_once(operator, tuned, f" (known from {self._path(plan.machine)})")
 
-    def _log_once(self, operator: LayerOperator, case: Case, tuned: TunedPass, more: str = "") -> None:
+    def _log_once(self, operator: LayerOperator, tuned: TunedPass, more: str = "") -> None:
         """Log the sizes of one pass once, on rank 0; as a warning, so that the default log level shows the line."""
-        if (operator, str(case.dtype)) not in self._logged and dist.get_rank() == 0:
+        if operator not in self._logged and dist.get_rank() == 0:
             variable = "COC_TUNE" if self._measure else "COC_PARALLEL_NUM=auto"
-            shape = f"[{operator.m}, {operator.k}] x [{operator.k}, {operator.n}]"
-            log.warning("%s: %s %s %s: %s%s", variable, operator.run, operator.operator, shape, tuned, more)
-        self._logged.add((operator, str(case.dtype)))
-        CHUNKS[operator, str(case.dtype)] = len(tuned.sizes)
+            name, matmul = operator.problem.operator, matmul_in_words(operator.problem)
+            log.warning("%s: %s %s %s: %s%s", variable, operator.direction, name, matmul, tuned, more)
+        self._logged.add(operator)
+        CHUNKS[operator] = len(tuned.sizes)
 
     def _path(self, machine: Machine) -> Path:
         return cached_plan(machine) if self._file is None else Path(self._file)
@@ -292,7 +293,7 @@ def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) 
     whole = (parts.rows,)
     candidates = [split_rows(parts.rows, count) for count in COUNTS]
     for most in (MOST_CHUNKS, FEW):
-        model = best_of_model(operator, parts, layer.group.size(), most)
+        model = best_of_model(operator.problem, parts, most)
         candidates += [model.sizes, model.equal]
     tried = tuple(dict.fromkeys([whole, *(layer.sizes_as_run(operator, sizes) for sizes in dict.fromkeys(candidates))]))
     times = layer.time_sizes(operator, tried, ROUNDS)
@@ -333,21 +334,21 @@ class MeasuredParts:
 
     def __init__(self) -> None:
         """Know no pass yet."""
-        self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[LayerOperator, PassBreakdown]]] = {}
+        self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[Problem, PassBreakdown]]] = {}
 
     def of(self, layer: TimedLinear, operator: LayerOperator) -> PassBreakdown:
         """Return the parts of a pass. Every rank of the group knows the same, so all measure, or none."""
-        alike = (operator.operator, operator.run, layer.case.kind == "column", layer.case.dtype)
+        alike = operator.problem.operator, operator.direction, layer.shape.kind == COLUMN, layer.shape.dtype
         known = self._known.setdefault(alike, [])
         for other, parts in known:
-            if (estimate := scaled(parts, other, operator)) is not None:
+            if (estimate := scaled(parts, other, operator.problem)) is not None:
                 return estimate
         parts = layer.parts(operator, FIRST_ROUNDS)
-        known.append((operator, parts))
+        known.append((operator.problem, parts))
         return parts
 
 
-def scaled(parts: PassBreakdown, measured: LayerOperator, wanted: LayerOperator) -> PassBreakdown | None:
+def scaled(parts: PassBreakdown, measured: Problem, wanted: Problem) -> PassBreakdown | None:
     """Return the parts of a pass like the measured one, by its operations and bytes; None if it is too unlike.
 
     A matmul takes a time per operation, and a collective one per byte beside its latency.
@@ -371,7 +372,7 @@ def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown)
 
     Where the model expects nothing, nothing is timed. Where the first rounds are clear, no further ones follow.
     """
-    whole, expected = (parts.rows,), predicted(operator, parts, layer.group.size())
+    whole, expected = (parts.rows,), predicted(operator.problem, parts)
     best = layer.sizes_as_run(operator, expected.sizes)
     if best == whole:
         uncuttable = "it cannot be cut as a model would"
@@ -390,22 +391,21 @@ def clear(times: Times, whole: Sizes, best: Sizes) -> bool:
     return min(gains) > 2 * LEAST_GAIN or max(gains) <= 0
 
 
-def predicted(operator: LayerOperator, parts: PassBreakdown, ranks: int) -> TunedPass:
+def predicted(problem: Problem, parts: PassBreakdown) -> TunedPass:
     """Return the sizes that the model predicts from the parts alone."""
-    best = best_of_model(operator, parts, ranks)
+    best = best_of_model(problem, parts)
     if best.seconds > best.whole * (1 - LEAST_GAIN):
         return TunedPass((parts.rows,), best.whole, best.whole)
     return TunedPass(best.sizes, best.whole, best.seconds)
 
 
-def best_of_model(
-    operator: LayerOperator, parts: PassBreakdown, ranks: int, most_chunks: int = MOST_CHUNKS
-) -> ChunkSearchResult:
+def best_of_model(problem: Problem, parts: PassBreakdown, most_chunks: int = MOST_CHUNKS) -> ChunkSearchResult:
     """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
-    return best_sizes(parts.rows, lambda sizes: seconds(operator, parts, ranks, sizes), most_chunks=most_chunks)
+    return best_sizes(parts.rows, lambda sizes: seconds(problem, parts, sizes), most_chunks=most_chunks)
 
 
-def _may_be_original(case: Case, group: dist.ProcessGroup) -> bool:
+def _may_be_original(shape: LayerShape, group: dist.ProcessGroup) -> bool:
     """Tell whether the framework's own layer has our bits. On NPUs we may pad; sums of 3 ranks may be ours."""
-    ours = not backend_of(group, torch.device(case.device)).own_scatter and case.sequence_parallel and group.size() > 2
-    return case.device != "npu" and not ours
+    scatters = shape.sequence_parallel and shape.ranks > 2
+    ours = scatters and not backend_of(group, torch.device(shape.device)).own_scatter
+    return shape.device != "npu" and not ours
