@@ -113,7 +113,7 @@ def name_of(problem: Problem) -> str:
 
 def usual_chunks(settings: OperatorSettings) -> int:
     """Return the number of chunks for shapes without a count of their own."""
-    if settings.effective_mode == 1:
+    if not settings.cuts:
         return 1
     return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
 
@@ -129,7 +129,7 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
             problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
         )
     refusals = {}
-    if settings.fused and settings.effective_mode == 2:
+    if settings.fused and settings.cuts:
         refusals = {name: _refusal(name, problem) for name in FUSED}
     for name, refusal in refusals.items():
         if refusal is None:
@@ -209,7 +209,7 @@ def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Request | Non
     """Return the sizes for this problem from customized_coc or the plan, or None."""
     shape = (problem.m, problem.k, problem.n)
     own = settings.customized_coc.get(shape)
-    if settings.effective_mode == 1 or isinstance(own, int):
+    if not settings.cuts or isinstance(own, int):
         return None
     if own is not None:
         if sum(own) != problem.cut:
@@ -245,8 +245,8 @@ def cut_into(problem: Problem, chunks: int, tile: int) -> Sizes:
 
 
 def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
-    if settings.effective_mode == 1:
-        return 1, "COC_MODE=1: no chunks", True
+    if not settings.cuts:
+        return 1, f"COC_MODE={settings.mode}: no chunks", True
     own = settings.customized_coc.get((problem.m, problem.k, problem.n))
     met = not refusals
     if isinstance(own, int):
@@ -337,7 +337,7 @@ def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
     if refusal is not None:
         return f"cannot: {refusal}"
     if name in FUSED:
-        requested = settings.fused and settings.effective_mode == 2
+        requested = settings.fused and settings.cuts
         return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"

@@ -42,7 +42,8 @@ class OperatorSettings:
     fused
         Prefer a fused operator; overrides ``num_chunks``. USE_COC_FUSED_KERNEL.
     mode
-        0: the original layers. 1: this package's autograd functions without chunks, for debugging. 2: overlapped.
+        0: the original layers, and operators cut nothing. 1: this package's autograd functions without chunks, for
+        debugging. 2: overlapped.
         -1: 2 if any setting requests overlap, else 0. COC_MODE.
     matmul_soc_friendly, k_min, k_max
         Align matmul operands to 512-byte rows on Ascend; padding pays where ``k_min <= K <= k_max``, in elements.
@@ -159,6 +160,11 @@ class OperatorSettings:
             return self.mode
         overlap = self.fused or self.num_chunks > 1 or self.plan or self.tune or self.auto or self.deterministic
         return 2 if overlap else 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a matmul may be cut, or fused with its collective: COC_MODE=0 and 1 leave every one whole."""
+        return self.mode not in (0, 1)
 
     @cached_property
     def at_every_degree(self) -> bool:

@@ -32,12 +32,9 @@ from ascend_parallel.diagnostics.verify import (
 from ascend_parallel.ops.operators import choice_for
 from ascend_parallel.ops.problem import ALL_REDUCE, with_scales
 from ascend_parallel.ops.registry import name_of
-from ascend_parallel.overlap.choices import (
-    backward_settings,
-    column_backward_settings,
-    operand_dtype,
-)
-from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
+from ascend_parallel.overlap.choices import operand_dtype
+from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
 from ascend_parallel.overlap.weight_gradient import Begin
@@ -389,8 +386,7 @@ class CheckedLinear:
         (n, k), rows, device = self.weight.shape, self.x.shape[:-1].numel(), self.x.device.type
         ranks, parallel = self.group.size(), self.sequence_parallel
         shape = LayerShape(self.kind, rows, k, n, ranks, parallel, dtype, device, self.reduces)
-        if direction == BACKWARD:
-            settings = column_backward_settings(settings) if self.kind == COLUMN else backward_settings(settings)
+        settings = Chunks.for_call(settings, shape, direction).settings
         operator = shape.operator(direction) if direction == FORWARD or self.x.requires_grad else None
         return f"Its {direction} ran {'no operator' if operator is None else self._operator(operator, settings)}"
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ascend_parallel.ops import choose
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, overlap_in_words
-from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerShape
+from ascend_parallel.overlap.choices import overlap_in_words
+from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.settings import Settings, current_settings
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
@@ -195,9 +195,8 @@ def _first_operators(shape: LayerShape, settings: Settings) -> str:
     """Return the first layer's operators in words; empty if its ranks have yet to choose the kernel."""
     if settings.fused:  # with shared memory or without
         return ""
-    backward = (column_backward_settings if shape.kind == COLUMN else backward_settings)(settings)
     text = ""
     for direction, problem in shape.operators:
-        choice = choose(problem, settings if direction == FORWARD else backward)
+        choice = Chunks.for_call(settings, shape, direction).choice(problem)
         text += f"first {problem.operator}: {choice.kernel} in {len(choice.sizes)}; "
     return text

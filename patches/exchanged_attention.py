@@ -86,7 +86,7 @@ def _settings_for(framework: Framework, operands: Operands, attention: Attention
             torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
 
     problem = attention_problem(*operands, group)
-    return framework.part_groups.settings_for(problem, group, run, functools.partial(run, None), device)
+    return framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device).settings
 
 
 def _announce(framework: Framework, group: dist.ProcessGroup) -> None:

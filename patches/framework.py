@@ -19,12 +19,13 @@ from ascend_parallel.ops import DegreeError, UnmetRequestError
 from ascend_parallel.ops.blocks import BlockedFeatures
 from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.ops.unfinished import UnfinishedTensor
-from ascend_parallel.overlap.layer_shape import LayerShape
+from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
-from ascend_parallel.patches.tuned import overlapped, refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.tuned import refuse_foreign_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import PartGroups
@@ -69,8 +70,8 @@ def _refuse_uneven(layer: Any, kind: str, weight: Any, group: dist.ProcessGroup)
 class Framework(ABC):
     """A framework whose layers are patched with the same settings; each framework derives its own class.
 
-    A replaced forward asks `uncovered` whether the original must run, and otherwise `prepare` for the settings of the
-    call. `settings.enabled` of these is false where the original is as fast.
+    A replaced forward asks `uncovered` whether the original must run, and otherwise `prepare` for what cuts the call:
+    `Chunks.original` tells where the original is as fast.
 
     by
         Whose the original layers are, in words.
@@ -125,15 +126,15 @@ class Framework(ABC):
         """Return a context in which an original layer leaves no trace in the framework's state."""
         return nullcontext()
 
-    def with_options(self, layer: Any, settings: Settings) -> Settings:
-        """Return the settings of a call with those that the framework's own configuration of `layer` asks for."""
-        return settings
+    def with_options(self, layer: Any, chunks: Chunks) -> Chunks:
+        """Return what cuts a call, with the settings that the framework's own configuration of `layer` asks for."""
+        return chunks
 
     @hidden_from_selective_checkpoint
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
-    ) -> tuple[dist.ProcessGroup, Settings]:
-        """Raise an error for features that exclude overlap; return the call's group and settings."""
+    ) -> tuple[dist.ProcessGroup, Chunks]:
+        """Raise an error for features that exclude overlap; return the call's group, and what cuts it."""
         group = self.group_of(layer)
         self.refuse_conflicts(layer)
         if self.settings.at_every_degree:
@@ -145,10 +146,10 @@ class Framework(ABC):
             self.used = True
             shape = self.shape_of(layer, kind, x, weight, **options)
             announce(self.settings, layer, group, shape, tuned=self._tuner is not None)
-        found = self.settings_for(layer, kind, x, weight, **options)
-        if kind == "row" and self.region_choice.on and not found.enabled:
-            found = overlapped(found)  # tuning leaves the layer alone to the framework
-        return group, found
+        chunks = self.chunks_for(layer, kind, x, weight, **options)
+        if kind == ROW and self.region_choice.on and chunks.original:
+            chunks = chunks._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
+        return group, chunks
 
     @property
     def leaves_rows(self) -> int:
@@ -165,22 +166,25 @@ class Framework(ABC):
             choice.ran(self.group_of(layer))
         return output
 
-    def settings_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the settings of a call, with the chunks that tuning chose for its shapes."""
-        settings = self.settings
-        if self._tuner is not None:
-            settings = self._tuned(self._tuner, layer, kind, x, weight, **options)
-        return self.with_options(layer, settings)
+    def chunks_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Chunks:
+        """Return what cuts a call: by the settings, or as tuning chose for its shapes."""
+        if self._tuner is None:
+            chunks = Chunks(self.settings)
+        else:
+            chunks = self._tuned(self._tuner, layer, kind, x, weight, **options)
+        return self.with_options(layer, chunks)
 
-    def _tuned(self, tuner: Tuner, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Settings:
-        """Return the tuned settings, not enabled if the framework's own layer is as fast."""
+    def _tuned(self, tuner: Tuner, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Chunks:
+        """Return what tuning chose; `original` only if the framework's own layer computes the same."""
         shape = self.shape_of(layer, kind, x, weight, **options)
         if shape is None:
-            return self.settings
+            return Chunks(self.settings)
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         group = self.group_of(layer)
-        settings = tuner.settings_for(shape, group, backward=backward, agree=functools.partial(self._confirmed, group))
-        return settings if settings.enabled or self.equals_original(layer, kind, x, weight) else overlapped(settings)
+        chunks = tuner.chunks_for(shape, group, backward=backward, agree=functools.partial(self._confirmed, group))
+        if chunks.original and not self.equals_original(layer, kind, x, weight):
+            return chunks._replace(original=False)
+        return chunks
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""

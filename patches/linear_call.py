@@ -135,7 +135,7 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
         x=call.x,
         weight=call.parameter if isinstance(call.weight, QuantisedWeight) else call.weight,
         group=group,
-        settings=lambda: framework.settings_for(call.layer, call.kind, call.x, call.weight, **call.options),
+        settings=lambda: framework.chunks_for(call.layer, call.kind, call.x, call.weight, **call.options).settings,
         sequence_parallel=call.sequence_dim is not None,
         reduces=call.reduce_input_grad,
     )
@@ -212,9 +212,10 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
 
     begin: observes the start of the call's backward.
     """
-    group, settings = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
-    if not settings.enabled:
+    group, chunks = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
+    if chunks.original:
         return None
+    settings = chunks.settings
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
     direct = call.kind == "row" or call.added or shared or settings.at_every_degree or call.own_matmul is not None
     if call.weight_gradient is not None:
@@ -222,6 +223,7 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
     else:
         weight_gradient = BatchFirstWeightGradient(call.x.shape[0], begin) if batch_first else WeightGradient(begin)
     return ParallelLinear(
+        kind=call.kind,
         group=group,
         settings=settings,
         sequence_parallel=shared,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -42,12 +40,6 @@ def all_kept_whole(settings: Settings) -> str | None:
     option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
     passes = f"the {len(CHUNKS)} matmuls with a collective" if len(CHUNKS) > 1 else "the matmul with a collective"
     return f"{option} measured {passes}: whole is faster here, so none was cut; nothing is lost"
-
-
-@lru_cache(maxsize=64)
-def overlapped(settings: Settings) -> Settings:
-    """Return the settings with our layers instead of the framework's."""
-    return replace(settings, mode=2)
 
 
 def refuse_foreign_plan(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> None:

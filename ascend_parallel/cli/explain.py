@@ -105,6 +105,7 @@ def _show(state: dict[str, Any] | None, found: list[tuple[ModelLinear, str, Expl
 def _passes(linear: ModelLinear, chip: str, settings: Settings) -> list[tuple[ModelLinear, str, Explanation]]:
     """Return the explanation of each direction of a layer that has a collective."""
     from ascend_parallel.overlap.choices import explain as explain_problem
+    from ascend_parallel.overlap.chunks import Chunks
 
     found = []
     for direction in DIRECTIONS:
@@ -118,7 +119,8 @@ def _passes(linear: ModelLinear, chip: str, settings: Settings) -> list[tuple[Mo
                 comm_mode=settings.comm_mode,
                 fused_ranks=settings.fused_ranks,
             )
-            found.append((linear, direction, explain_problem(asked, settings)))
+            chunks = Chunks.for_call(settings, linear.shape, direction)
+            found.append((linear, direction, explain_problem(asked, chunks.settings, chunks.reason)))
     return found
 
 

@@ -1,37 +1,15 @@
-"""Return a layer's settings in forward and backward, without running it; describe overlap in words."""
+"""Say in words what overlaps, in how many chunks and why; and in which dtype a layer multiplies."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
 from ascend_parallel.ops import registry
-from ascend_parallel.ops.problem import Problem, problem_of
-from ascend_parallel.ops.registry import Choice, Explanation, choose, usual_chunks
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.registry import Choice, Explanation, usual_chunks
 from ascend_parallel.settings import Settings, current_settings
-
-# Chunks of a row layer in a region whose plan keeps the layer whole, if COC_PARALLEL_NUM gives none.
-CHUNKS_UNLESS_PLANNED = 4
-
-
-@lru_cache(maxsize=64)
-def backward_settings(settings: Settings) -> Settings:
-    """Return the settings of a layer's backward: with the plan's entries for backward."""
-    return settings if settings.plan is None else replace(settings, plan=settings.plan.of("backward"))
-
-
-@lru_cache(maxsize=64)
-def column_backward_settings(settings: Settings) -> Settings:
-    """Return the settings of a column layer's backward: fused only with `enable_coc_in_column_backward`.
-
-    The unfused backward overlaps as Megatron-core's: the whole collective runs under the weight gradient.
-    """
-    if settings.fused and not settings.enable_coc_in_column_backward:
-        return replace(settings, fused=False, num_chunks=1, customized_coc={}, plan=None, mode=2)
-    return backward_settings(settings)
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
@@ -47,38 +25,19 @@ def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
     return x if dtype == x.dtype else x.to(dtype)
 
 
-def region_settings(
-    operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, given: Settings
-) -> Settings:
-    """Return the settings of a row layer's forward in a region: x [..., K], w [K, N].
-
-    A plan may keep the layer whole, which is right for the layer alone. Its rows then take `num_chunks` chunks, or
-    `CHUNKS_UNLESS_PLANNED`. All ranks decide alike.
-    """
-    if given.plan is None or choose(problem_of(operator, x, w, group), given).kernel != "reference":
-        return given
-    return _unplanned(given)
-
-
-@lru_cache(maxsize=64)
-def _unplanned(settings: Settings) -> Settings:
-    return replace(settings, num_chunks=region_chunks(settings), plan=None, strict=False)
-
-
-def region_chunks(settings: Settings) -> int:
-    """Return the chunks of rows in a region that no plan has cut."""
-    return settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
-
-
-def explain(problem: Problem, settings: Settings | None = None) -> Explanation:
+def explain(problem: Problem, settings: Settings | None = None, why: str = "") -> Explanation:
     """Return the kernel and chunks that would run `problem`, with the reason against each other kernel; print it.
 
     `settings` None: the settings in force. Whether a group can share memory is known only for a real group, so set
-    ``shm`` in a problem described by hand (``shm=None``: it can).
+    ``shm`` in a problem described by hand (``shm=None``: it can). `why`: the reason for these settings, if they are
+    not the user's.
     """
     given = current_settings() if settings is None else settings
     explanation = registry.explain(problem, given)
-    return replace(explanation, region=explain_region(explanation.choice, given))
+    choice = explanation.choice
+    if why:
+        choice = replace(choice, reason=f"{why}; {choice.reason}")
+    return replace(explanation, choice=choice, region=explain_region(choice, given))
 
 
 def explain_region(choice: Choice, settings: Settings) -> str:
@@ -100,7 +59,7 @@ def overlap_in_words(settings: Settings) -> str:
     """Return "on: ..." with the chunks or operators of covered layers, or "off: ..." with the reason."""
     if not settings.enabled:
         return "off: COC_MODE=0" if settings.mode == 0 else "off: export COC_PARALLEL_NUM=auto to switch it on"
-    if settings.effective_mode == 1:
+    if settings.mode == 1:
         return "off: COC_MODE=1 runs the layers without chunks"
     how = _how(settings)
     if how and settings.region is True:
@@ -112,8 +71,8 @@ def overlap_in_words(settings: Settings) -> str:
 
 def chunks_in_words(settings: Settings) -> str:
     """Return the chunks of a planned graph's operators in words; a single chunk is "off"."""
-    if settings.effective_mode == 1:
-        return "1 chunk: off (COC_MODE=1)"
+    if not settings.cuts:
+        return f"1 chunk: off (COC_MODE={settings.mode})"
     return _how(settings) or "1 chunk: off (COC_PARALLEL_NUM=4, or settings=Settings(num_chunks=4), cuts them)"
 
 

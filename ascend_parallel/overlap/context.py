@@ -78,7 +78,6 @@ def run_attention(
             "COC_DETERMINISTIC=tp: context parallelism has no tree: weight gradients are summed over the ranks that "
             "share a sequence"
         )
-    settings = settings if settings.enabled else Settings()  # the exchange is needed, in one group
     confirm_shapes(q, k, v, group)
     repeats = repeats_of(q.shape[2], k.shape[2], group.size())
     q, k, v = (as_autocast(x) for x in (q, k, v))

@@ -20,7 +20,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, 
 from ascend_parallel.ops.registry import Choice
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.unfinished import unfinished
-from ascend_parallel.overlap.choices import region_chunks
+from ascend_parallel.overlap.chunks import region_chunks
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
 
 COUNTED = "region embedding"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 
@@ -43,7 +44,7 @@ def int8_column_linear(
     Raises `ValueError` for operands or a grain that do not fit, `CollectiveError` if a rank fails.
     """
     weight_shard_n.refuse_gradients()
-    layer = ParallelLinear(group=group, settings=settings, sequence_parallel=True, input_grain=grain)
+    layer = ParallelLinear(kind=COLUMN, group=group, settings=settings, sequence_parallel=True, input_grain=grain)
     return run_column(x_shard_m, weight_shard_n, None, layer)
 
 
@@ -71,6 +72,7 @@ def int8_row_linear(
         raise ValueError("comm_scales is allowed only with sequence_parallel=False: a reduce-scatter takes no scales")
     weight_shard_k.refuse_gradients()
     layer = ParallelLinear(
+        kind=ROW,
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,

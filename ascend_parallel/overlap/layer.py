@@ -27,8 +27,9 @@ from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings, region_settings
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.digests import write_digests
+from ascend_parallel.overlap.layer_shape import BACKWARD, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.settings import Settings
@@ -49,8 +50,12 @@ def run_directly(forward: Callable[[], Products]) -> Products:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLinear:
-    """The options of a linear layer, as of `column_linear`. A caller with many calls makes the layer once."""
+    """The options of a linear layer, as of `column_linear`. A caller with many calls makes the layer once.
 
+    kind: "column" or "row".
+    """
+
+    kind: str
     group: dist.ProcessGroup
     settings: Settings
     sequence_parallel: bool = False
@@ -63,24 +68,18 @@ class ParallelLinear:
     parts: tuple[int, ...] = ()  # features of a fused weight's parts on this rank; empty: one part
     input_grain: str | None = None  # rounds inputs to int8, with scales as of `quantise_rows`
     comm_scales: CommScales | None = None  # ranks exchange int8
-    kind: str = ""  # "column" or "row" in backward
 
     @cached_property
-    def in_column_backward(self) -> ParallelLinear:
-        """The layer with the settings of a column layer's backward."""
-        return self._with(settings=column_backward_settings(self.settings), kind="column")
-
-    @cached_property
-    def in_row_backward(self) -> ParallelLinear:
-        """The layer with the settings of a row layer's backward."""
-        return self._with(settings=backward_settings(self.settings), kind="row")
+    def in_backward(self) -> ParallelLinear:
+        """The layer with what cuts its backward."""
+        settings = Chunks.for_pass(self.settings, self.kind, BACKWARD).settings
+        return self if settings is self.settings else self._with(settings=settings)
 
     def _with(self, **options: Any) -> ParallelLinear:
         """Return the layer with other options; each backward asks, and `dataclasses.replace` is ten times as slow."""
         changed = object.__new__(ParallelLinear)
         vars(changed).update(vars(self), **options)
-        for derived in ("in_column_backward", "in_row_backward"):
-            vars(changed).pop(derived, None)
+        vars(changed).pop("in_backward", None)
         return changed
 
     def write_digest(self, kind: str, name: str, tensor: torch.Tensor | None, dim: int | None) -> None:
@@ -142,9 +141,14 @@ class ParallelLinear:
         """Return the left operand of forward: x, or x rounded to int8."""
         return x if self.input_grain is None else compute(BESIDE, "quantise", quantise_rows, x, self.input_grain)
 
-    def settings_for(self, operator: str, x: torch.Tensor, w: torch.Tensor) -> Settings:
-        """Return the settings of an operator whose rows may be left: x [..., K], w [K, N]."""
-        return region_settings(operator, x, w, self.group, self.settings) if self.leaves_rows else self.settings
+    def settings_for(self, direction: str, rows: torch.Tensor, weight: torch.Tensor) -> Settings:
+        """Return the settings of a pass whose rows may be left: of the matmul of `rows` [..., *] and weight [N, K]."""
+        if not self.leaves_rows or self.settings.plan is None:
+            return self.settings
+        (n, k), count = weight.shape, rows.shape[:-1].numel()
+        fields = {"k": k, "n": n, "dtype": rows.dtype, "device": rows.device.type}
+        shape = LayerShape.of_rows(self.kind, count, self.group.size(), self.sequence_parallel, **fields)
+        return Chunks.for_call(self.settings, shape, direction, leaves_rows=True).settings
 
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""

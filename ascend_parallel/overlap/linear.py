@@ -27,7 +27,7 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER, check_operands
+from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, compute
 from ascend_parallel.ops.unfinished import finished
@@ -42,6 +42,7 @@ from ascend_parallel.overlap.layer import (
     local,
     run_directly,
 )
+from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, ROW
 from ascend_parallel.overlap.sequence_backward import (
     column_sequence_backward,
     gradients_under,
@@ -86,6 +87,7 @@ def column_linear(
     that do not fit, `CollectiveError` if a rank fails.
     """
     layer = ParallelLinear(
+        kind=COLUMN,
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -136,6 +138,7 @@ def row_linear(
     `column_linear`.
     """
     layer = ParallelLinear(
+        kind=ROW,
         group=group,
         settings=settings,
         sequence_parallel=sequence_parallel,
@@ -209,7 +212,7 @@ class ColumnLinear(torch.autograd.Function):
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, weight and bias."""
-        layer: ParallelLinear = ctx.layer.in_column_backward
+        layer: ParallelLinear = ctx.layer.in_backward
         kept, weight, layout = _saved(ctx)
         layer.weight_gradient.begin(kept, weight)
         output_gradient, dy = dy, dy.to(ctx.x_dtype)
@@ -221,7 +224,7 @@ class ColumnLinear(torch.autograd.Function):
             dx, dw = column_sequence_backward(dy, kept, weight, layer, layout)
         elif layer.reduce_input_grad and weight is not None:
             layer.about_to_communicate()
-            settings = layer.settings_for(ALL_REDUCE, dy, weight)
+            settings = layer.settings_for(BACKWARD, dy, weight)
             pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
             with pending.launching():
                 dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
@@ -271,7 +274,7 @@ class RowLinear(torch.autograd.Function):
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and weight."""
-        layer: ParallelLinear = ctx.layer.in_row_backward
+        layer: ParallelLinear = ctx.layer.in_backward
         x, weight, layout = _saved(ctx)
         dy = dy.to(ctx.x_dtype)
         if layout == ANY:  # an int8 weight
@@ -319,8 +322,8 @@ def row_forward(
     group, settings = layer.group, layer.settings
     (w, layout), given = _right(weight), x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
-    if layer.leaves_rows and isinstance(w, torch.Tensor):
-        settings = layer.settings_for(REDUCE_SCATTER if layer.sequence_parallel else ALL_REDUCE, x, w)
+    if layer.leaves_rows and isinstance(weight, torch.Tensor):
+        settings = layer.settings_for(FORWARD, x, weight)
     if not layer.sequence_parallel:
         pending = start_matmul_all_reduce(
             given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product

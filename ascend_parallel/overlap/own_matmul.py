@@ -25,10 +25,10 @@ from ascend_parallel.ops.operators import (
     start_matmul_all_reduce,
 )
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_REDUCE
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
+from ascend_parallel.overlap.layer_shape import BACKWARD
 from ascend_parallel.overlap.linear import row_forward
 from ascend_parallel.overlap.sequence_backward import start_column_backward
 
@@ -85,7 +85,7 @@ class _Enter(torch.autograd.Function):
     @layer_backward("column")
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
         """Return the sum of dx over ranks, or this rank's rows of it."""
-        layer, (kept,) = ctx.layer.in_column_backward, ctx.saved_tensors
+        layer, (kept,) = ctx.layer.in_backward, ctx.saved_tensors
         if not (layer.sequence_parallel or layer.reduce_input_grad):
             return dx, None, None, None
         summed = _sum(layer, dx.contiguous(), kept, ctx.weight, ctx.needs_input_grad[0])
@@ -101,7 +101,7 @@ def _sum(
         if not wanted:
             return None
         layer.about_to_communicate()
-        chosen = layer.settings_for(ALL_REDUCE, dy, weight)
+        chosen = layer.settings_for(BACKWARD, dy, weight)
         return start_matmul_all_reduce(
             dy, weight, layer.group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
         ).wait()
@@ -131,7 +131,7 @@ class _Leave(torch.autograd.Function):
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return dy, with sequence parallelism gathered."""
-        layer, weight = ctx.layer.in_row_backward, ctx.weight
+        layer, weight = ctx.layer.in_backward, ctx.weight
         dy = finished(dy).to(ctx.dtype)
         if not layer.sequence_parallel:
             return dy, None, None, None, None

@@ -14,10 +14,10 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
 from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import BACKWARD
 
 Gathered = Callable[[], torch.Tensor | None]
 """Returns the whole input of a layer, once its rows are gathered; None if it was not kept."""
@@ -67,7 +67,7 @@ def start_column_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        scattering = layer.settings_for(REDUCE_SCATTER, dy, weight)
+        scattering = layer.settings_for(BACKWARD, dy, weight)
         pending = start_matmul_reduce_scatter(
             dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
         )

@@ -54,7 +54,7 @@ class _SharedColumnLinear(torch.autograd.Function):
     @staticmethod
     @layer_backward("column")
     def backward(ctx: Any, dy: torch.Tensor | None, dx: torch.Tensor | None) -> tuple[Any, ...]:
-        layer: ParallelLinear = ctx.layer.in_column_backward
+        layer: ParallelLinear = ctx.layer.in_backward
         gathered, weight = map(local, ctx.saved_tensors)
         db = None if dy is None or not ctx.needs_input_grad[2] else layer.bias_gradient_of(rows_of(dy.contiguous()))
         dy = None if dy is None else dy.to(ctx.x_dtype)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.embedding import embedding_sizes, sum_embedded
 from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
@@ -69,6 +70,7 @@ class EmbeddingCall:
         """Return the sum of y [b, s, H], or this rank's rows of that of y [s, b, H]; None: it is not to be cut."""
         megatron, group = self._megatron, self.group
         layer = ParallelLinear(
+            kind=ROW,
             group=group,
             settings=megatron.settings,
             sequence_parallel=scatters,

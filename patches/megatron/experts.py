@@ -38,7 +38,7 @@ from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.part_groups import in_groups, pass_on_copies
+from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
@@ -127,10 +127,10 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, hidden_states, *args, **kwargs)
-        group, settings = megatron.prepare(self, "experts", hidden_states, None)
-        if not settings.enabled or _measured_as_fast(self, megatron, hidden_states):
+        group, chunks = megatron.prepare(self, "experts", hidden_states, None)
+        if chunks.original or _measured_as_fast(self, megatron, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
-        return original(OverlappedCall(self, megatron, group, settings).overlay, hidden_states, *args, **kwargs)
+        return original(OverlappedCall(self, megatron, group, chunks.settings).overlay, hidden_states, *args, **kwargs)
 
     setattr(forward, COVERAGE, SimpleNamespace(uncovered=functools.partial(uncovered, megatron=megatron)))
     return forward
@@ -345,10 +345,8 @@ class OverlappedCall:
 
         trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
         in_turn = functools.partial(trial, None)
-        settings = self._megatron.part_groups.settings_for(problem, self._group, trial, in_turn, rows.device)
-        if settings is self._megatron.settings:  # nothing was measured
-            return self._settings
-        return settings if settings.enabled else in_groups(self._settings, 1)
+        chunks = self._megatron.part_groups.chunks_for(problem, self._group, trial, in_turn, rows.device)
+        return chunks.settings if chunks.reason else self._settings  # without a reason nothing was measured
 
     def _run_group(
         self,

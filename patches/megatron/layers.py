@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.overlap.choices import operand_dtype
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
@@ -202,10 +203,10 @@ class Megatron(Framework):
         """Return a context in which an original layer uses another global buffer than the run."""
         return lent_buffer()
 
-    def with_options(self, layer: Any, settings: Settings) -> Settings:
-        """Return the settings of a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
-        asked = layer.config.deterministic_mode and not settings.at_every_degree
-        return _deterministic(settings) if asked else settings
+    def with_options(self, layer: Any, chunks: Chunks) -> Chunks:
+        """Return what cuts a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
+        asked = layer.config.deterministic_mode and not self.settings.at_every_degree
+        return _deterministic(chunks.settings) if asked else chunks
 
 
 def make_column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -356,5 +357,5 @@ def _alone(layer: Any, **changed: Any) -> AttributeOverlay:
 
 
 @functools.lru_cache(maxsize=64)
-def _deterministic(settings: Settings) -> Settings:
-    return replace(settings, deterministic=True, mode=settings.mode or 2)
+def _deterministic(settings: Settings) -> Chunks:
+    return Chunks(replace(settings, deterministic=True), "deterministic_mode of Megatron-core")

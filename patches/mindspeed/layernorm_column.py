@@ -91,7 +91,7 @@ def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
         x=x,
         weight=weight,
         group=megatron.group_of(layer),
-        settings=lambda: megatron.settings_for(layer, "column", x, weight, **options),
+        settings=lambda: megatron.chunks_for(layer, "column", x, weight, **options).settings,
         sequence_parallel=call["sequence_parallel"],
         reduces=not getattr(layer, "disable_grad_reduce", False),
     )
@@ -109,8 +109,8 @@ def _options(call: dict[str, Any]) -> dict[str, Any]:
 def _linear(layer: Any, megatron: Megatron, call: dict[str, Any], begin: Begin | None = None) -> torch.Tensor:
     """Run the layer's matmul and collective with the arguments of Megatron's linear function."""
     x, weight, options = call["input"], call["weight"], _options(call)
-    group, settings = megatron.prepare(layer, "column", x, weight, **options)
-    if not settings.enabled:
+    group, chunks = megatron.prepare(layer, "column", x, weight, **options)
+    if chunks.original:
         y: torch.Tensor = layer._linear_forward_impl(**call)
         return y
     return column_linear(
@@ -118,7 +118,7 @@ def _linear(layer: Any, megatron: Megatron, call: dict[str, Any], begin: Begin |
         weight,
         call["bias"],
         group=group,
-        settings=settings,
+        settings=chunks.settings,
         **options,
         before_communicating=megatron.confirm(group),
         weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),

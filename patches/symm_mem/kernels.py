@@ -10,8 +10,6 @@ Torch's operators have no gradients; these kernels have none either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -159,10 +157,4 @@ def _group_and_settings(group_name: str) -> tuple[dist.ProcessGroup, OperatorSet
     settings = current_settings()
     if group.size() > 1:
         _agreements.of(settings).confirm(group)
-    return group, _operator_settings(settings)
-
-
-@lru_cache(maxsize=16)
-def _operator_settings(settings: Settings) -> OperatorSettings:
-    """Return the operators' settings; COC_MODE=0 leaves layers alone, and here leaves every matmul whole."""
-    return (replace(settings, mode=1) if settings.mode == 0 else settings).for_operators
+    return group, settings.for_operators

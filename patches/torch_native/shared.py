@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import COLUMN
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
@@ -76,15 +77,19 @@ class SharedGather:
         """Return the output of the call, if the gather runs under its matmul, and the gathered rows."""
         framework, first = self._framework, self._first
         weight, x = first.weight.to_local(), DTensor.to_local(self.x)
-        group, settings = framework.prepare(first, "column", x, weight, sequence_parallel=True)
-        if not settings.enabled:
+        group, chunks = framework.prepare(first, "column", x, weight, sequence_parallel=True)
+        if chunks.original:
             # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
             whole = self.x.redistribute(placements=[Replicate()])
             return None, whole.to_local(grad_placements=[Partial()])
         if call is not None and call.layer is first and call.own_matmul is None:
-            return _gathering(framework, call, group, settings)
+            return _gathering(framework, call, group, chunks.settings)
         layer = ParallelLinear(
-            group=group, settings=settings, sequence_parallel=True, before_communicating=framework.confirm(group)
+            kind=COLUMN,
+            group=group,
+            settings=chunks.settings,
+            sequence_parallel=True,
+            before_communicating=framework.confirm(group),
         )
         return None, entered(x, weight.detach(), layer, self._sequence_dim)
 
@@ -199,6 +204,7 @@ def _gathering(
     if second:
         options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
     layer = ParallelLinear(
+        kind=COLUMN,
         group=group,
         settings=settings,
         sequence_parallel=True,

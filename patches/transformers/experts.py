@@ -166,10 +166,10 @@ class RoutedCall:
 
 def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
     """Return the weighted outputs of each token's experts, [T, H]."""
-    group, settings = framework.prepare(call.module, "experts", call.hidden_states, None)
+    group, chunks = framework.prepare(call.module, "experts", call.hidden_states, None)
     implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
     problem = experts_problem(call.hidden_states, implementation.num_local_experts, group)
-    if not settings.enabled or framework.part_groups.keeps_original(problem, group):
+    if chunks.original or framework.part_groups.keeps_original(problem, group):
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
     framework.confirm(group)()
     hidden, index, weights = (_own_rows(x, tp_mesh) for x in (call.hidden_states, call.top_k_index, call.top_k_weights))
@@ -201,10 +201,10 @@ def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
 
     trial = functools.partial(pass_on_copies, sent, counts, copies, group)
     in_turn = functools.partial(trial, None)
-    settings = framework.part_groups.settings_for(problem, group, trial, in_turn, sent.device)
-    if not settings.enabled:
+    chunks = framework.part_groups.chunks_for(problem, group, trial, in_turn, sent.device)
+    if chunks.original:
         return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
-    made, _ = run_experts(sent, counts, local, group=group, settings=settings)
+    made, _ = run_experts(sent, counts, local, group=group, settings=chunks.settings)
     by_token = torch.empty_like(made)
     by_token[order] = made
     output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)

@@ -22,7 +22,7 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_REDUCE
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import finished, unfinished
-from ascend_parallel.overlap.choices import CHUNKS_UNLESS_PLANNED
+from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
@@ -48,9 +48,8 @@ class Vllm(Framework):
         Nothing is tuned inside a request: "auto" takes `CHUNKS_UNLESS_PLANNED` chunks. Rows are left unfinished unless
         COC_REGION=0, since no backward follows.
         """
-        count = settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
-        own = replace(settings, num_chunks=count, auto=False, tune=None, plan=None, region=settings.region is not False)
-        super().__init__(own)
+        chunks = Chunks.counted(settings, region_chunks(settings), "nothing is measured inside a request")
+        super().__init__(replace(chunks.settings, region=settings.region is not False))
         self.version = version
         self.asked = settings
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
@@ -94,8 +93,8 @@ class Vllm(Framework):
 
     def prepare(
         self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
-    ) -> tuple[dist.ProcessGroup, Settings]:
-        """Return the call's group and settings; a worker says what is covered once its model is loaded."""
+    ) -> tuple[dist.ProcessGroup, Chunks]:
+        """Return the call's group and chunks; a worker says what is covered once its model is loaded."""
         self.used = True
         return super().prepare(layer, kind, x, weight, **options)
 

@@ -48,6 +48,7 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
         (Settings(num_chunks=4), 40, "chunked", 2, "COC_PARALLEL_NUM=4; 40 rows allow 2 (multiples of 16 rows)"),
         (Settings(num_chunks=4), 31, "reference", 1, "COC_PARALLEL_NUM=4; 31 rows allow 1 (multiples of 16 rows)"),
         (Settings(num_chunks=4, mode=1), 512, "reference", 1, "COC_MODE=1: no chunks"),
+        (Settings(num_chunks=4, mode=0), 512, "reference", 1, "COC_MODE=0: no chunks"),
         (Settings(num_chunks=4, customized_coc={(512, 64, 32): 8}), 512, "chunked", 8, "customized_coc: 8 chunks for"),
         (
             Settings(num_chunks=4, customized_coc={(512, 64, 32): 1}),

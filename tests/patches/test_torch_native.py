@@ -251,11 +251,11 @@ def test_what_tuning_keeps_whole_runs_as_torch_does(group, plan):
         agree()
         return self._unless_cut
 
-    own, Tuner.settings_for = Tuner.settings_for, never
+    own, Tuner.chunks_for = Tuner.chunks_for, never
     try:
         different = unequal(*both(model, step, num_chunks="auto"))
     finally:
-        Tuner.settings_for = own
+        Tuner.chunks_for = own
     assert different == []
     assert calls() == before
 

@@ -156,10 +156,12 @@ def cases(group):
                 )
                 torch.manual_seed(3)
                 before = torch.get_rng_state()
-                chosen = own_tuner.settings_for(shape, group, backward=True)
+                chosen = own_tuner.chunks_for(shape, group, backward=True)
                 assert torch.equal(before, torch.get_rng_state())
-                assert own_tuner.settings_for(shape, group, backward=True) is chosen
-                found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
+                assert own_tuner.chunks_for(shape, group, backward=True) is chosen
+                found[kind, sequence_parallel, tune] = [
+                    (e.run, e.operator, e.sizes) for e in chosen.settings.plan.entries
+                ]
     return found
 
 
@@ -184,7 +186,8 @@ def test_groups_of_another_size_are_measured_and_not_kept(group):
         path = Path(folder) / "plan.json"
         found = Tuner(Settings(tune=str(path)))
         plans = [
-            found.settings_for(SHAPE._replace(ranks=each.size()), each, backward=False).plan for each in (group, pair)
+            found.chunks_for(SHAPE._replace(ranks=each.size()), each, backward=False).settings.plan
+            for each in (group, pair)
         ]
         dist.barrier(group)
         found.keep(plans[1].entries[0], pair, "cpu")
@@ -205,7 +208,7 @@ def decided(group, path, seconds):
     try:
         with logged(lambda record: (record.levelno, record.getMessage())) as lines:
             for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
-                found = Tuner(settings).settings_for(SHAPE, group, backward=False)
+                found = Tuner(settings).chunks_for(SHAPE, group, backward=False).settings
                 sizes.append(found.plan.entries[0].sizes)
     finally:
         pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
@@ -371,7 +374,7 @@ def test_a_failure_of_one_rank_is_told_to_all(group):
     tuner.cached_plan = missing
     try:
         with pytest.raises(chunk_plan.PlanError, match="Could not determine home directory"):
-            Tuner(Settings(auto=True)).settings_for(SHAPE, group, backward=False)
+            Tuner(Settings(auto=True)).chunks_for(SHAPE, group, backward=False)
     finally:
         tuner.cached_plan = kept
 

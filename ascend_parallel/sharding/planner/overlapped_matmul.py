@@ -20,10 +20,10 @@ from math import prod
 import torch
 
 from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import FUSED, choose
+from ascend_parallel.ops.registry import FUSED
 from ascend_parallel.ops.rows import split_rows
-from ascend_parallel.overlap.choices import backward_settings, column_backward_settings
-from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerShape
+from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD, LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import (
@@ -174,8 +174,6 @@ class ExposedCosts:
         self._mesh_shape = costs.shape
         self._models = [_line_model(line) if isinstance(line, FittedCosts) else None for line in costs.dims]
         self._settings = _for_prices(settings)
-        self._backward = backward_settings(self._settings)
-        self._column_backward = column_backward_settings(self._settings)
         self.passes = cache(self._passes)
 
     def knows(self, mesh_dim: int) -> bool:
@@ -223,10 +221,8 @@ class ExposedCosts:
 
         Of a fused operator, and of chunks that are measured in the run, in the best number of them.
         """
-        settings = self._settings
-        if part.direction == BACKWARD:
-            settings = self._column_backward if part.shape.kind == COLUMN else self._backward
-        choice = choose(problem, settings)
+        chunks = Chunks.for_call(self._settings, part.shape, part.direction)
+        settings, choice = chunks.settings, chunks.choice(problem)
         measured = settings.tunes and (problem.m, problem.k, problem.n) not in settings.customized_coc
         if choice.kernel in FUSED or measured:
             return min(part.seconds(split_rows(problem.rows, count)) for count in range(1, MOST_CHUNKS + 1))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import (
@@ -107,11 +108,6 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
     for mesh_dim in dims:
         builder.columns(matmuls, mesh_dim)
     return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
-
-
-def _untuned(settings: Settings) -> Settings:
-    """Return settings that measure no chunks: ranks whose slices differ would have to measure unlike calls."""
-    return replace(settings, auto=False, tune=None, mode=settings.effective_mode)
 
 
 _Column = tuple[Node, Matmul]
@@ -287,8 +283,10 @@ class _ScheduleBuilder:
         matmuls = tuple(matmul for _, matmul in group)
         self._done |= set(names)
         trained = any(Value(name) in self._differentiable for name in names)
-        settings = self._settings if self._is_even(*group[0], "x") else _untuned(self._settings)
-        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, settings, trained)
+        chunks = Chunks(self._settings)
+        if not self._is_even(*group[0], "x"):
+            chunks = Chunks.measured(self._settings, None, "ranks with unlike slices measure nothing")
+        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, chunks.settings, trained)
 
     def _refuse(self, group: list[_Column], reason: str) -> None:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]

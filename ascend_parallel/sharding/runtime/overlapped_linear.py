@@ -52,7 +52,11 @@ class Kernel(ABC):
         group = self.mesh.group(self.mesh_dim)
         rows = self.settings.region_rows if self.settings.region is True else 0
         return ParallelLinear(
-            group=group, settings=self.settings, sequence_parallel=self.row_dim is not None, leaves_rows=rows
+            kind=self.kind,
+            group=group,
+            settings=self.settings,
+            sequence_parallel=self.row_dim is not None,
+            leaves_rows=rows,
         )
 
     @property
@@ -105,10 +109,10 @@ class Kernel(ABC):
             group, rows = self.layer.group, self.row_dim is not None
             shape = LayerShape.of(self.kind, x, weight, group.size(), sequence_parallel=rows)
             others = (dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim != self.mesh_dim)
-            found = _tuner(self.settings).settings_for(
+            chunks = _tuner(self.settings).chunks_for(
                 shape, group, backward=self.differentiable, replicas=[*map(self.mesh.group, others)]
             )
-            self._tuned_layers[key] = replace(self.layer, settings=found)
+            self._tuned_layers[key] = replace(self.layer, settings=chunks.settings)
         return self._tuned_layers[key]
 
     @cached_property

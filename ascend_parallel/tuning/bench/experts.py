@@ -163,12 +163,13 @@ class _Layer:
 
     def automatic(self) -> tuple[Run, str]:
         """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
-        found = PartGroups(Settings(auto=True)).settings_for(
+        found = PartGroups(Settings(auto=True)).chunks_for(
             self.problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self.serial, self._rows.device
         )
-        if not found.enabled:
+        if found.original:
             return self.serial, SERIAL
-        return functools.partial(self.overlapped, found.num_chunks), f"{found.num_chunks} groups"
+        groups = found.settings.num_chunks
+        return functools.partial(self.overlapped, groups), f"{groups} groups"
 
     def communicate(self, pieces: int) -> None:
         """Run the four all-to-alls of a forward and backward, each in pieces that are started together."""

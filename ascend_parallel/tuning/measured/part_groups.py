@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ from ascend_parallel.ops.expert_exchange import RowCounts
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.overlap.selective_checkpoint import without_trace
@@ -44,7 +44,7 @@ class PartGroups:
     def __init__(self, settings: Settings, tuner: Tuner | None = None) -> None:
         """Measure if `settings` ask for it; `tuner` has the plans that are read and written."""
         self._settings, self._tuner = settings, tuner
-        self._measured: WeakKeyDictionary[dist.ProcessGroup, dict[Problem, Settings]] = WeakKeyDictionary()
+        self._measured: WeakKeyDictionary[dist.ProcessGroup, dict[Problem, Chunks]] = WeakKeyDictionary()
 
     def keeps_original(self, problem: Problem, group: dist.ProcessGroup) -> bool:
         """Tell whether the framework's own layer was measured to be as fast, in this run or for its plan (COC_PLAN)."""
@@ -52,24 +52,24 @@ class PartGroups:
             planned = self._settings.plan.find(problem)
             return planned is not None and len(planned[0]) == 1
         measured = self._measured.get(group, {}).get(problem)
-        return measured is not None and not measured.enabled
+        return measured is not None and measured.original
 
-    def settings_for(
+    def chunks_for(
         self,
         problem: Problem,
         group: dist.ProcessGroup,
         run: Callable[[Settings], object],
         in_turn: Run,
         device: torch.device,
-    ) -> Settings:
-        """Return the settings of an exchange; every rank of `group` calls this alike.
+    ) -> Chunks:
+        """Return in how many groups an exchange runs; every rank of `group` calls this alike.
 
         ``run(settings)`` and ``in_turn()`` compute a pass, overlapped and as the framework does, and leave no trace.
-        The settings are not enabled where the framework's own layer is as fast.
+        One group is `original`: the framework's own layer is as fast.
         """
         settings = self._settings
         if not settings.tunes:
-            return settings
+            return Chunks(settings)
         measured = self._measured.setdefault(group, {})
         if problem not in measured:
             entry = None if self._tuner is None else self._tuner.exchange_entry(problem, group)
@@ -78,7 +78,8 @@ class PartGroups:
                 if self._tuner is not None:
                     self._tuner.keep(entry, group, problem.device)
             groups = 1 if entry is None else len(entry.sizes)
-            measured[problem] = in_groups(settings, groups) if groups > 1 else replace(settings, mode=0)
+            chunks = Chunks.counted(settings, groups, "measured")
+            measured[problem] = chunks._replace(original=groups == 1)
         return measured[problem]
 
     def _measure(
@@ -90,7 +91,7 @@ class PartGroups:
         device: torch.device,
     ) -> Entry:
         runs = {
-            sizes: partial(run, in_groups(self._settings, len(sizes)))
+            sizes: partial(run, Chunks.counted(self._settings, len(sizes), "tried").settings)
             for sizes in (split_rows(problem.rows, count, 1) for count in CANDIDATES)
         }
         entry = fastest_groups(problem, group, runs, in_turn, device)
@@ -159,11 +160,6 @@ def pass_on_copies(
         else:  # parameters get their gradients inside
             made, _ = run_experts(x, counts, local, group=group, settings=settings, probs=probs)
         torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
-
-
-def in_groups(settings: Settings, count: int) -> Settings:
-    """Return settings that run exchanges in `count` groups."""
-    return replace(settings, num_chunks=count, auto=False, tune=None, mode=2)
 
 
 def _finish(device: torch.device) -> None:

@@ -22,9 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.record import RECORDING
-from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.choices import backward_settings
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
@@ -116,8 +115,8 @@ class TimedLinear:
 
         A collective function: every rank of the group must call it.
         """
-        settings = self.with_sizes(operator, sizes)
-        choice = choose(operator.problem, settings if operator.direction == FORWARD else backward_settings(settings))
+        chunks = Chunks.for_call(self.with_sizes(operator, sizes), self.shape, operator.direction)
+        choice = chunks.choice(operator.problem)
         return keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
 
     def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:

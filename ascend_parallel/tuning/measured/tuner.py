@@ -21,6 +21,7 @@ from ascend_parallel.logs import working
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem, matmul_in_words
 from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
@@ -98,23 +99,21 @@ class Tuner:
         """Measure into the file that ``settings.tune`` names, or predict what the cached plan lacks.
 
         original_if_whole
-            Return settings of mode 0 (the framework's own layer) for a call whose matmuls all stay in one chunk.
+            Whether the framework's own layer runs a call whose matmuls all stay in one chunk.
         hint
             What the log says of a pass that communicates longer than it multiplies.
         """
         self._hint = hint
-        # In a layer, the plan replaces these three options.
-        self._settings = replace(settings, tune=None, auto=False, mode=settings.effective_mode)
-        self._unless_cut = replace(self._settings, mode=0) if original_if_whole else self._settings
+        self._settings, self._original_if_whole = settings, original_if_whole
         self._measure = settings.tune is not None
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[LayerShape, bool], Settings]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[LayerShape, bool], Chunks]] = WeakKeyDictionary()
         self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
         self._logged: set[LayerOperator] = set()
         self._unkept: set[int] = set()  # sizes of groups of which the file keeps nothing: it is of another size
 
-    def settings_for(
+    def chunks_for(
         self,
         shape: LayerShape,
         group: dist.ProcessGroup,
@@ -122,20 +121,20 @@ class Tuner:
         backward: bool,
         agree: Callable[[], None] = lambda: None,
         replicas: Sequence[dist.ProcessGroup] = (),
-    ) -> Settings:
-        """Return settings whose plan has an entry for each pass of this layer.
+    ) -> Chunks:
+        """Return what cuts a call: by a plan that has an entry for each pass of this layer.
 
         The first call of a shape runs `agree` and then communicates on `group`, unless no pass of it has a
         collective; then on each of `replicas`, whose ranks measure the same shape in groups of their own and have to
         run the same chunks: sums over more than two ranks have the bits of their chunks.
         """
         known = self._known.setdefault(group, {})
-        settings = known.get((shape, backward))
-        if settings is None:
+        chunks = known.get((shape, backward))
+        if chunks is None:
             assert shape.ranks == group.size()
             passes = [operator for operator in shape.operators if backward or operator.direction == FORWARD]
             if not passes or not shape.own_rows:
-                return self._unless_cut if _may_be_original(shape, group) else self._settings
+                return self._chunks(None, shape, group, cut=False)
             agree()
             _check_same_call(group, f"{shape}, {'with' if backward else 'without'} gradients")
             plan = self._plan(group, shape.device)
@@ -152,10 +151,13 @@ class Tuner:
             self._log_known(plan, passes)
             entries = [plan.entry_of(operator) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
-            original = not cut and _may_be_original(shape, group)
-            settings = replace(self._unless_cut if original else self._settings, plan=plan)
-            known[shape, backward] = settings
-        return settings
+            chunks = known[shape, backward] = self._chunks(plan, shape, group, cut=cut)
+        return chunks
+
+    def _chunks(self, plan: Plan | None, shape: LayerShape, group: dist.ProcessGroup, *, cut: bool) -> Chunks:
+        original = self._original_if_whole and not cut and _may_be_original(shape, group)
+        why = "the framework's own layer is as fast" if original else "measured"
+        return Chunks.measured(self._settings, plan, why, original)
 
     def exchange_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
         """Return the entry of an exchange around parts, or None; every rank of `group` calls this alike."""
@@ -208,7 +210,7 @@ class Tuner:
         timing = f"timing {operator.direction} {operator.problem.operator} {matmul_in_words(operator.problem)}"
         # The modes: hide these matmuls from a selective checkpoint's policy.
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
-            layer = TimedLinear(shape, group, self._settings, machine)
+            layer = TimedLinear(shape, group, Chunks.measured(self._settings, None).settings, machine)
             if self._measure:
                 parts = layer.parts(operator, ROUNDS)
             else:
