@@ -6,10 +6,10 @@ import functools
 import gc
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from ascend_parallel.tuning.measured.part_groups import PartGroups
 from ascend_parallel.tuning.measured.tuner import Tuner
 
 log = logging.getLogger("ascend_parallel")
+
+# Calls of a group to keep that were left to the original: shapes can vary without end.
+MOST_LEFT_WHOLE = 4096
 
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
@@ -89,6 +92,9 @@ class Framework(ABC):
         self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
         self.part_groups = PartGroups(settings, self._tuner)
+        # Calls that tuning left to the original. Errors that a request must raise, and checks, need every call.
+        self._left_whole: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
+        self.notes_left_whole = self._tuner is not None and self.verifier is None and not settings.strict
         self._logged: set[str] = set()
         self.used = False  # whether a layer has been overlapped
 
@@ -150,6 +156,21 @@ class Framework(ABC):
         if kind == ROW and self.region_choice.on and chunks.original:
             chunks = chunks._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
         return group, chunks
+
+    def was_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> bool:
+        """Tell whether a call on `group` that was the same was left to the original: it is the whole decision.
+
+        call: everything that the decision depends on, beside these settings and the group.
+        """
+        left = self._left_whole.get(group)
+        return left is not None and call in left and not (self.region_choice.on or self.region_choice.undecided)
+
+    def note_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> None:
+        """Note that a call was left to the original, for `was_left_whole`."""
+        left = self._left_whole.setdefault(group, set())
+        if len(left) == MOST_LEFT_WHOLE:
+            left.clear()
+        left.add(call)
 
     @property
     def leaves_rows(self) -> int:

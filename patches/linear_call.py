@@ -6,7 +6,7 @@ A replaced forward describes its call as a `LinearCall` and hands it to `run_lin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,9 @@ class LinearCall:
         The features of each part of a fused weight on this rank, as of `column_linear`.
     weight_gradient
         Returns where the weight gradient goes, given what observes the start of the backward; None: to `.grad`.
+    call_key
+        All that decides, beside settings and group, whether the original runs (`Framework.was_left_whole`); None: this
+        is not noted.
     beside
         Puts a checked call beside the framework's own forward; None: the forward runs on the module, which gets the
         weight of the check.
@@ -92,6 +95,7 @@ class LinearCall:
     reduce_input_grad: bool = True
     parts: tuple[int, ...] = ()
     weight_gradient: Callable[[Begin | None], WeightGradient] | None = None
+    call_key: Hashable = None
     beside: Callable[[CheckedLinear, Callable[[Begin | None], Any]], CheckedCall] | None = None
 
     @property
@@ -214,6 +218,8 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
     """
     group, chunks = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
     if chunks.original:
+        if call.call_key is not None:
+            framework.note_left_whole(group, call.call_key)
         return None
     settings = chunks.settings
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1

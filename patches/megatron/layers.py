@@ -9,7 +9,7 @@ Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.chunks import Chunks
-from ascend_parallel.overlap.layer_shape import LayerShape
+from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
@@ -184,6 +184,36 @@ class Megatron(Framework):
         """Return the shape of a call; an int8 weight is not tuned."""
         return super().shape_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
 
+    def call_key(
+        self, layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None = None
+    ) -> tuple[Hashable, ...] | None:
+        """Return what `chunks_for` reads of a call, in plain values; None: it is not noted.
+
+        That is what the tuner distinguishes, and what `equals_original` and `with_options` look at. given: the weight
+        that the caller gives a column layer. A weight that is computed at each read is not noted.
+        """
+        weight = layer._parameters.get("weight") if given is None else given
+        if weight is None or torch.compiler.is_compiling():
+            return None
+        device = x.device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        sums = (layer.allreduce_dgrad, layer.disable_grad_reduce) if kind == COLUMN else ()
+        return (
+            kind,
+            x.shape,
+            x.requires_grad,
+            device,
+            weight.shape,
+            weight.dtype,
+            weight.requires_grad,
+            torch.is_grad_enabled(),
+            autocast,
+            layer.sequence_parallel,
+            layer.gradient_accumulation_fusion,
+            layer.config.deterministic_mode,
+            sums,
+        )
+
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
 
@@ -219,6 +249,9 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
+        key = megatron.call_key(self, "column", input_, weight) if megatron.notes_left_whole else None
+        if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
+            return original(self, input_, weight, runtime_gather_output)
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
         used, reason = weight, megatron.left_alone(self)
         if reason is None:  # a parametrised weight is recomputed at each read: it is read once
@@ -245,6 +278,7 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             reduce_input_grad=bool(self.allreduce_dgrad or not (self.sequence_parallel or self.disable_grad_reduce)),
             parts=parts_of(self, used),
             weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if around else input_),
+            call_key=key,
         )
         if megatron.verifier is not None:
             own = functools.partial(original, runtime_gather_output=runtime_gather_output)
@@ -261,6 +295,9 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> Output:
+        key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
+        if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
+            return original(self, input_)
         reason = megatron.left_alone(self) or megatron.left_to_replaced(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
@@ -281,6 +318,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             finish=functools.partial(_row_output, megatron, self),
             own_matmul=functools.partial(_own_row, original, self) if around else None,
             weight_gradient=functools.partial(megatron.weight_gradient, self, weight) if int8 is None else None,
+            call_key=key,
         )
         if megatron.verifier is not None:
             own: OriginalForward = lambda layer, x, _: original(layer, x)  # noqa: E731
