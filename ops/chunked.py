@@ -139,14 +139,14 @@ def matmul_reduce_scatter(
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
         inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), batched), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
-        chunks = zip(starts, accumulate(sizes), inputs, outputs, sizes, added, strict=True)
-        for start, stop, x_blocks, y_c, size, addend_r in chunks:
+        blocks = _rank_blocks_of(partial, outputs, sizes, ranks, batched)
+        chunks = zip(starts, accumulate(sizes), inputs, outputs, blocks, added, strict=True)
+        for start, stop, x_blocks, y_c, y_blocks, addend_r in chunks:
             if up_to is not None:
                 up_to(stop)
-            y_r = y_c.view(ranks, size, n)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, rank_blocks(y_r, batched), row_tile)
+            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
             if addend_r is not None:
-                compute(BESIDE, "add", y_r.add_, addend_r)
+                compute(BESIDE, "add", y_c.view(addend_r.shape).add_, addend_r)
             computed.append((start, y_c))
             if after is None or after.done():
                 _start(computed, pending)
@@ -155,6 +155,16 @@ def matmul_reduce_scatter(
             _start(computed, pending)
     COUNTS.add(REDUCE_SCATTER, len(sizes), len(sizes))
     return pending
+
+
+def _rank_blocks_of(
+    partial: torch.Tensor, chunks: Sequence[torch.Tensor], sizes: Sizes, ranks: int, batched: bool
+) -> Iterable[Sequence[torch.Tensor]]:
+    """Return the ranks' rows of each chunk of `partial` [M, N] as `rank_blocks` does; all are cut at once."""
+    if batched:
+        return [[y_c.view(ranks, size, y_c.shape[1])] for size, y_c in zip(sizes, chunks, strict=True)]
+    pieces = iter(torch.split_with_sizes(partial, [size for size in sizes for _ in range(ranks)]))
+    return zip(*[pieces] * ranks, strict=True)
 
 
 def all_gather_matmul(
@@ -218,7 +228,7 @@ def _peer_blocks(gathers: Gathers, sizes: Sizes, rank: int, batched: bool) -> It
         return cut_blocks(batches(gathers.gathered, rank), sizes)
     if batched:
         return [batches(rows, rank) for rows in gathers.rows if isinstance(rows, torch.Tensor)]
-    return [[x_c for other, x_c in enumerate(rows) if other != rank] for rows in gathers.rows]
+    return [[*rows[:rank], *rows[rank + 1 :]] for rows in gathers.rows]
 
 
 def start_gathers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -77,7 +77,7 @@ class Gathers(NamedTuple):
 def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, keep: bool) -> Gathers:
     """Return the all-gathers of chunks of x_shard_m [M / R, K], of which no backend copies a chunk to its places.
 
-    On gloo, posts the receives of all chunks: see `_exchange_and_sum`. Only a gather through a buffer needs memory
+    On gloo, posts the receives of all chunks: see `_send_and_sum`. Only a gather through a buffer needs memory
     beside the gathered rows: as much again, if these are kept.
     """
     (m, k), ranks, rank = x_shard_m.shape, group.size(), group.rank()
@@ -93,32 +93,34 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         through = [functools.partial(_gather_and_place, *pair, group) for pair in zip(buffers, places, strict=True)]
         return Gathers(kept, [buffer.view(ranks, -1, k) for buffer in buffers], through, in_place=False)
     gathered = x_shard_m.new_empty(ranks, m, k)
-    rows = list(zip(*(torch.split_with_sizes(x_m, sizes) for x_m in gathered.unbind()), strict=True))
-    starts: Sequence[StartGather]
+    rows = list(zip(*[torch.split_with_sizes(x_m, sizes) for x_m in gathered.unbind()], strict=True))
+    starts: list[StartGather] = []
     if way == ALL_TO_ALL:
         nothing = x_shard_m[:0]
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
         tag, peers = _gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
         limit = wait_limit(group, x_shard_m.device)
-        starts = [_receive(rows_c, peers, group, tag, limit) for rows_c in rows]
+        for rows_c in rows:
+            works: list[Any] = []
+            for peer in peers:
+                works.append(dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag))
+            starts.append(functools.partial(_send, works, peers, group, tag, limit))
     return Gathers(gathered, rows, starts, in_place=True)
 
 
-def _receive(
-    rows_c: Sequence[torch.Tensor], peers: Sequence[int], group: dist.ProcessGroup, tag: int, limit: timedelta | None
-) -> StartGather:
-    """Post the receives of a chunk on gloo, into the places of its peers' rows; the function sends this rank's."""
-    works: list[Any] = []
+def _send(
+    works: list[Any],
+    peers: Sequence[int],
+    group: dist.ProcessGroup,
+    tag: int,
+    limit: timedelta | None,
+    x_c: torch.Tensor,
+) -> Work:
+    """Send this rank's chunk to each peer on gloo; `works` are the receives of the chunk, which have been posted."""
     for peer in peers:
-        works.append(dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag))
-
-    def start(x_c: torch.Tensor) -> Work:
-        for peer in peers:
-            works.append(dist.isend(x_c, group=group, group_dst=peer, tag=tag))
-        return FinishingWork(works, _nothing, group, x_c, limit)
-
-    return start
+        works.append(dist.isend(x_c, group=group, group_dst=peer, tag=tag))
+    return FinishingWork(works, None, group, x_c, limit)
 
 
 def _exchange_rows(
@@ -141,10 +143,6 @@ def _gather_and_place(
     return FinishingWork([work], functools.partial(place.copy_, buffer.view_as(place)), group, buffer)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _gather_tag(group: dist.ProcessGroup) -> int:
     return FIRST_TAG + next(_GATHERS.setdefault(group, itertools.count())) % TAGS
 
@@ -161,7 +159,7 @@ class FinishingWork:
     def __init__(
         self,
         works: Sequence[Work | None],
-        finish: Callable[[], object],
+        finish: Callable[[], object] | None,
         group: dist.ProcessGroup,
         out: torch.Tensor,
         limit: timedelta | None = UNREAD,
@@ -169,7 +167,7 @@ class FinishingWork:
         """Hold the works of `group`; `finish` writes the result, `out`. limit: as of `wait_limit`, if it is known."""
         self._works: Sequence[Any] = works
         self._group, self._device, self._limit = group, out.device, limit
-        self._finish: Callable[[], object] | None = finish
+        self._finish, self._done = finish, False
 
     def record_end(self, watch: Watch) -> None:
         """Have `watch` record when the works are done."""
@@ -177,16 +175,18 @@ class FinishingWork:
 
     def is_completed(self) -> bool:
         """Tell whether `wait` has run the step."""
-        return self._finish is None
+        return self._done
 
     def wait(self) -> None:
         """Wait for the works and run the step; a second call does nothing."""
-        if self._finish is not None:
+        if not self._done:
             if self._limit is UNREAD and self._works:
                 self._limit = wait_limit(self._group, self._device)
             wait_within(self._limit, self._group, *self._works)
-            self._finish()
-            self._finish = None
+            self._done = True
+            if self._finish is not None:
+                self._finish()
+                self._finish = None  # what it holds is freed
 
 
 def reduce_scatter_single(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
@@ -228,42 +228,35 @@ def _all_to_all_and_sum(sum_parts: SumParts, out_c: torch.Tensor, group: dist.Pr
     return FinishingWork([work], functools.partial(sum_parts, parts, out_c), group, out_c)
 
 
-def _exchange_and_sum(
+def _send_and_sum(
     sum_parts: SumParts,
     out_c: torch.Tensor,
-    received: dict[int, torch.Tensor],
+    received: Mapping[int, torch.Tensor],
+    works: list[Any],
     group: dist.ProcessGroup,
     tag: int,
     limit: timedelta | None,
-) -> StartScatter:
-    """Post the receives of a reduce-scatter for gloo: every rank sends each peer its slice, and sums the slices.
+    x_c: torch.Tensor,
+) -> Work:
+    """Run a chunk's reduce-scatter on gloo: every rank sends each peer its slice, and sums the slices.
 
     gloo's own reduce-scatter is a full all-reduce of a copy: twice the traffic or more. Receives are posted before
     the matmuls: gloo announces a receive through the stream that carries the data, so a late receive waits behind
     megabytes of the other direction, and the two directions run in turn. `sum_parts` has an order of its own, so every
     run gives the same bits.
 
-    received
-        The buffers [c, N] by peer rank.
+    received, works
+        The buffers [c, N] by peer rank, and their receives, which have been posted.
     """
-    works = [dist.irecv(part, group=group, group_src=peer, tag=tag) for peer, part in received.items()]
-
-    def start(x_c: torch.Tensor) -> Work:
-        parts = list(torch.split_with_sizes(x_c, [out_c.shape[0]] * group.size()))
-        for peer, part in received.items():
-            works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
-            parts[peer] = part
-        return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c, limit)
-
-    return start
-
-
-def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write ``parts[0] + parts[1] + ...`` to `out` [c, N]: in rank order, in fp32 for 16-bit types."""
-    compute(BESIDE, "sum", _sum_in_rank_order, parts, out)
+    parts = list(torch.split_with_sizes(x_c, [out_c.shape[0]] * group.size()))
+    for peer, part in received.items():
+        works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
+        parts[peer] = part
+    return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c, limit)
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write ``parts[0] + parts[1] + ...`` to `out` [c, N]: in rank order, in fp32 for 16-bit types."""
     first, second, *rest = parts
     wide = bool(rest) and out.element_size() == 2  # a sum of two parts is rounded only once
     total = first.float().add_(second) if wide else torch.add(first, second, out=out)
@@ -273,20 +266,19 @@ def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None
         out.copy_(total)
 
 
-def sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write ``(parts[0] + parts[1]) + (parts[2] + parts[3]) + ...`` to `out`, level by level, and round once.
 
     The parts, a power of two of them, have the dtype of the sums, and are changed.
     """
-    compute(BESIDE, "sum", _sum_in_tree, parts, out)
-
-
-def _sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     while len(parts) > 1:
         parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
     out.copy_(parts[0])
 
 
+# The sums as they are recorded.
+sum_in_rank_order: SumParts = functools.partial(compute, BESIDE, "sum", _sum_in_rank_order)  # type: ignore[call-arg]
+sum_in_tree: SumParts = functools.partial(compute, BESIDE, "sum", _sum_in_tree)  # type: ignore[call-arg]
 _SUMS: dict[str, SumParts] = {BY_BACKEND: sum_in_rank_order, BY_RANK: sum_in_rank_order, IN_TREE: sum_in_tree}
 
 
@@ -307,10 +299,13 @@ def reduce_scatters(
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
     limit = wait_limit(group, out_m.device)
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
-    return [
-        _exchange_and_sum(sum_parts, out_c, dict(zip(peers, parts, strict=True)), group, tag, limit)
-        for out_c, parts in zip(outs, zip(*received, strict=True), strict=True)
-    ]
+    starts: list[StartScatter] = []
+    for out_c, parts in zip(outs, zip(*received, strict=True), strict=True):
+        by_peer, works = dict(zip(peers, parts, strict=True)), list[Any]()
+        for peer, part in by_peer.items():
+            works.append(dist.irecv(part, group=group, group_src=peer, tag=tag))
+        starts.append(functools.partial(_send_and_sum, sum_parts, out_c, by_peer, works, group, tag, limit))
+    return starts
 
 
 def summed_in_backend_order(problem: Problem) -> str | None:
