@@ -17,12 +17,12 @@ import ascend_parallel
 
 # Kind and sequence parallelism -> the most functions of this package in forward and in backward, with 4 chunks.
 MOST = {
-    ("RowParallelLinear", False): (70, 40),
-    ("ColumnParallelLinear", False): (45, 75),
-    ("RowParallelLinear", True): (145, 120),
-    ("ColumnParallelLinear", True): (130, 195),
+    ("RowParallelLinear", False): (70, 28),
+    ("ColumnParallelLinear", False): (40, 70),
+    ("RowParallelLinear", True): (118, 97),
+    ("ColumnParallelLinear", True): (110, 163),
 }
-MOST_LEFT_WHOLE = 34
+MOST_LEFT_WHOLE = 4
 
 
 def of_this_package(frame):
@@ -89,6 +89,51 @@ def test_a_layer_that_is_left_whole_runs_fewer(group):
             _, called = functions_of(lambda layer=layer, x=x: layer(x))
             assert not ascend_parallel.ops.COUNTS.as_dict()
             assert 0 < sum(called.values()) <= MOST_LEFT_WHOLE, (kind, sequence_parallel, in_words(called))
+
+
+CHANGES = {
+    "rows": lambda layer, x: (layer, torch.randn(32, *x.shape[1:], requires_grad=True)),
+    "gradient of x": lambda layer, x: (layer, x.detach()),
+    "frozen weight": lambda layer, x: (layer.requires_grad_(False), x),
+    "dtype": lambda layer, x: (layer.bfloat16(), x.detach().bfloat16().requires_grad_()),
+    "settings": lambda layer, x: (ascend_parallel.configure(auto=True), (layer, x))[1],
+}
+
+
+@on_ranks(2)
+def test_another_call_than_the_one_that_was_left_whole_is_decided_anew(group):
+    """The second call of either kind is one look-up."""
+    with Layers(group.size()) as layers:
+        for kind, sequence_parallel in (("RowParallelLinear", False), ("ColumnParallelLinear", True)):
+            for what, changed in CHANGES.items():
+                ascend_parallel.configure(auto=True)
+                layer, x = made(layers, kind, sequence_parallel)
+                warm(layer, x)
+                layer, x = changed(layer, x)
+                _, first = functions_of(lambda layer=layer, x=x: layer(x))
+                assert sum(first.values()) > 3 * MOST_LEFT_WHOLE, (kind, sequence_parallel, what)
+                _, second = functions_of(lambda layer=layer, x=x: layer(x))
+                again = what == "frozen weight" and kind == "ColumnParallelLinear"  # ours, which has the bias' gradient
+                assert (sum(second.values()) > MOST_LEFT_WHOLE) == again, (kind, sequence_parallel, what)
+
+
+@on_ranks(2)
+def test_modes_and_options_of_a_layer_are_part_of_what_was_decided(group):
+    with Layers(group.size()) as layers:
+        ascend_parallel.configure(auto=True)
+        layer, x = made(layers, "RowParallelLinear", False)
+        warm(layer, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, called = functions_of(lambda: layer(x))
+        assert sum(called.values()) > 3 * MOST_LEFT_WHOLE
+        with torch.no_grad():
+            _, called = functions_of(lambda: layer(x))
+        assert sum(called.values()) > 3 * MOST_LEFT_WHOLE
+        layer.sequence_parallel = True
+        _, called = functions_of(lambda: layer(x))
+        assert sum(called.values()) > 3 * MOST_LEFT_WHOLE
+        _, called = functions_of(lambda: layer(x))
+        assert sum(called.values()) <= MOST_LEFT_WHOLE
 
 
 def test_functions_of_this_package_are_counted():
