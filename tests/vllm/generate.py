@@ -8,7 +8,11 @@ import json
 import os
 import random
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
+
+from ranks import free_port
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", {}),
@@ -53,10 +57,16 @@ def saved_model(family, folder):
     return str(path)
 
 
+@contextmanager
 def engine(family, folder, **options):
-    """Return vLLM with a model of the family on two ranks."""
+    """Give vLLM with a model of the family on two ranks; it has ended, on both of them, once this context is left.
+
+    An engine of an external launcher owns the process's groups: it destroys them whenever Python collects it, also
+    those of the next engine. So it is ended here, and the next one has another store, which no rank takes for the last.
+    """
     from vllm import LLM
 
+    launched = "RANK" in os.environ
     given = {
         "model": saved_model(family, folder),
         "tensor_parallel_size": 2,
@@ -67,11 +77,26 @@ def engine(family, folder, **options):
         "max_num_batched_tokens": 1536,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        "distributed_executor_backend": "external_launcher" if "RANK" in os.environ else "mp",
+        "distributed_executor_backend": "external_launcher" if launched else "mp",
         "seed": 0,
         **options,
     }
-    return LLM(**given)
+    llm = LLM(**given)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    if launched:
+        meet(folder)
+
+
+def meet(folder):
+    """Wait for the other rank, and take the port of the next store from rank 0."""
+    met = [Path(folder) / f"{os.environ['PAIR']}-{os.environ['MASTER_PORT']}-{rank}" for rank in (0, 1)]
+    own = met[int(os.environ["RANK"])]
+    own.with_suffix(".part").write_text(str(free_port()))
+    own.with_suffix(".part").rename(own)
+    while not all(file.exists() for file in met):
+        time.sleep(0.01)
+    os.environ["MASTER_PORT"] = met[0].read_text()
 
 
 def generated(llm, lengths, tokens=4, **options):
@@ -95,4 +120,5 @@ def generated(llm, lengths, tokens=4, **options):
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     lengths = given.pop("prompts")
-    print("RESULT " + json.dumps(generated(engine(**given), lengths)), flush=True)
+    with engine(**given) as llm:
+        print("RESULT " + json.dumps(generated(llm, lengths)), flush=True)

@@ -6,15 +6,19 @@
 import importlib.util
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 HERE = Path(__file__).parent
-LIMIT = 280
+LIMIT = 150  # seconds; a pair takes 15 to 40
 
 
 def environment(**variables):
@@ -35,11 +39,15 @@ def environment(**variables):
 
 
 def on_two_ranks(function, folder, **variables):
-    """Return what ``function(folder)``, of a test file, returns on each of two ranks, and rank 0's log."""
+    """Return what ``function(folder)``, of a test file, returns on each of two ranks, and rank 0's log.
+
+    The ranks write to files: one that writes more than a pipe holds would wait for a reader, and its peer for it.
+    """
     module = sys.modules[function.__module__].__file__
-    port = 20000 + os.getpid() % 20000
-    running, logs = [], [Path(folder) / f"{function.__name__}-{rank}.log" for rank in (0, 1)]
-    for rank in (0, 1):
+    logs = [Path(folder) / f"{function.__name__}-{rank}.log" for rank in (0, 1)]
+    command = [sys.executable, __file__, module, function.__name__, str(folder)]
+    running, port, pair = [], free_port(), uuid.uuid4().hex
+    for rank, log in enumerate(logs):
         env = environment(
             RANK=rank,
             LOCAL_RANK=rank,
@@ -47,23 +55,46 @@ def on_two_ranks(function, folder, **variables):
             LOCAL_WORLD_SIZE=2,
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
+            PAIR=pair,
             VLLM_ENABLE_V1_MULTIPROCESSING=0,
             **variables,
         )
-        command = [sys.executable, __file__, module, function.__name__, str(folder)]
-        with logs[rank].open("w") as log:
-            running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True))
-    end = time.monotonic() + LIMIT
+        with log.open("w") as file:
+            running.append(started(command, env, file))
+    codes = ended(running, LIMIT)
+    texts = [log.read_text() for log in logs]
+    results = [line[7:] for text in texts for line in text.splitlines() if line.startswith("RESULT ")]
+    assert len(results) == 2, f"exit codes {codes}\n{texts[0][-4000:]}{texts[1][-4000:]}"
+    return [json.loads(result) for result in results], texts[0]
+
+
+def started(command, env, log):
+    """Start a program in a session of its own, so that no process of it outlives `ended`."""
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def ended(running, seconds):
+    """Wait until all programs have ended, or one has failed, or for `seconds`; end what is left of their sessions."""
+    end = time.monotonic() + seconds
     try:
-        outputs = [process.communicate(timeout=max(1, end - time.monotonic()))[0] for process in running]
+        while time.monotonic() < end and any(process.poll() is None for process in running):
+            if any(process.poll() for process in running):
+                break
+            time.sleep(0.05)
     finally:
+        codes = [process.poll() for process in running]
         for process in running:
-            process.kill()
-    errors = [log.read_text() for log in logs]
-    results = [line[7:] for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
-    codes = [process.returncode for process in running]
-    assert len(results) == 2, f"exit codes {codes}\n{errors[0][-4000:]}{errors[1][-4000:]}"
-    return [json.loads(result) for result in results], outputs[0] + errors[0]
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return codes
+
+
+def free_port():
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

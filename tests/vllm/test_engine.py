@@ -1,13 +1,12 @@
 """vLLM's own processes, its caches of compiled graphs, and what is left to vLLM."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from generate import saved_model
-from ranks import environment, on_two_ranks
+from ranks import LIMIT, ended, environment, on_two_ranks, started
 
 GENERATE = Path(__file__).with_name("generate.py")
 LENGTHS = [600, 90]
@@ -16,17 +15,14 @@ LENGTHS = [600, 90]
 def served(folder, options, **variables):
     """Return what a program gets from vLLM, which starts its own workers, and the log."""
     given = {"family": "llama", "folder": str(folder), "prompts": LENGTHS, **options}
-    done = subprocess.run(
-        [sys.executable, str(GENERATE), json.dumps(given)],
-        env=environment(VLLM_CPU_OMP_THREADS_BIND="0|1", **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-4000:]
-    return json.loads(lines[0]), done.stdout
+    log = Path(folder) / "served.log"
+    with log.open("w") as file:
+        env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", **variables)
+        codes = ended([started([sys.executable, str(GENERATE), json.dumps(given)], env, file)], LIMIT)
+    text = log.read_text()
+    lines = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit code {codes}\n{text[-4000:]}"
+    return json.loads(lines[0]), text
 
 
 def in_one_process(folder):
@@ -50,18 +46,18 @@ def in_one_process(folder):
         COUNTS.clear()
         found[name] = [plain, twice(lengths), COUNTS.as_dict()]
 
-    llm = engine("llama", folder, enable_prefix_caching=True, max_num_batched_tokens=512, max_model_len=1536)
-    beside("chunked prefill, prefix caching", [1200, 600, 600])
-    factors = [str(envs.compile_factors().get("ASCEND_PARALLEL"))]
-    ascend_parallel.configure(num_chunks=2, frameworks=("vllm",))
-    factors.append(str(envs.compile_factors().get("ASCEND_PARALLEL")))
-    ascend_parallel.configure(num_chunks=4, region=False, frameworks=("vllm",))
-    COUNTS.clear()
-    found["chunks alone"] = [twice(LENGTHS)[0], COUNTS.as_dict()]
-    ascend_parallel.configure(num_chunks=1)
-    factors.append(envs.compile_factors().get("ASCEND_PARALLEL"))
-    found["alone, plain"] = [twice(LENGTHS)[0]]
-    found["factors"] = factors
+    with engine("llama", folder, enable_prefix_caching=True, max_num_batched_tokens=512, max_model_len=1536) as llm:
+        beside("chunked prefill, prefix caching", [1200, 600, 600])
+        factors = [str(envs.compile_factors().get("ASCEND_PARALLEL"))]
+        ascend_parallel.configure(num_chunks=2, frameworks=("vllm",))
+        factors.append(str(envs.compile_factors().get("ASCEND_PARALLEL")))
+        ascend_parallel.configure(num_chunks=4, region=False, frameworks=("vllm",))
+        COUNTS.clear()
+        found["chunks alone"] = [twice(LENGTHS)[0], COUNTS.as_dict()]
+        ascend_parallel.configure(num_chunks=1)
+        factors.append(envs.compile_factors().get("ASCEND_PARALLEL"))
+        found["alone, plain"] = [twice(LENGTHS)[0]]
+        found["factors"] = factors
     return found
 
 

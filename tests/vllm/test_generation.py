@@ -1,15 +1,13 @@
 """Greedy tokens and logprobs on two ranks: with overlap those of vLLM as it is, for several families of models.
 
-A pair of processes runs several: to import vLLM takes longer than the rest.
+A pair of processes runs all, an engine after the other.
 """
 
 import pytest
-from generate import saved_model
+from generate import FAMILIES, saved_model
 from ranks import on_two_ranks
 
 LENGTHS = [1200, 600, 90]
-# A pair of processes for each group: the engines of many models in one process wait for each other as they end.
-GROUPS = (("llama", "qwen2", "qwen3"), ("gemma2", "opt"), ("mixtral", "qwen3_moe"))
 
 
 def beside_plain(llm, lengths=LENGTHS, **options):
@@ -27,32 +25,27 @@ def beside_plain(llm, lengths=LENGTHS, **options):
     return results
 
 
-def dense(folder):
-    return of_families(folder, GROUPS[0])
-
-
-def with_gelu(folder):
-    return of_families(folder, GROUPS[1])
-
-
-def with_experts(folder):
-    return of_families(folder, GROUPS[2])
-
-
-def of_families(folder, families):
+def of_families(folder):
     from generate import engine
 
-    return {family: beside_plain(engine(family, folder)) for family in families}
+    results = {}
+    for family in FAMILIES:
+        with engine(family, folder) as llm:
+            results[family] = beside_plain(llm)
+    return results
 
 
-@pytest.mark.promise("vllm-tokens")
-@pytest.mark.parametrize("run", [dense, with_gelu, with_experts])
-def test_tokens_and_logprobs_are_those_of_vllm(run, tmp_path):
-    families = GROUPS[(dense, with_gelu, with_experts).index(run)]
-    for family in families:
-        saved_model(family, tmp_path)
-    first, second = on_two_ranks(run, tmp_path)[0]
-    for family in families:
-        assert first[family]["ours"] == first[family]["plain"], family
-        assert first[family]["ours"] == second[family]["ours"], family
-        assert first[family]["counts"]["region"]["chunks"] > 0, family
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        saved_model(family, folder)
+    return on_two_ranks(of_families, folder)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs_are_those_of_vllm(family, results):
+    first, second = (each[family] for each in results)
+    assert first["ours"] == first["plain"]
+    assert first["ours"] == second["ours"]
+    assert first["counts"]["region"]["chunks"] > 0
