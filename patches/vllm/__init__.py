@@ -3,6 +3,7 @@
 layers     the replacements of the row layer's forward and of the all-reduce of a tensor-parallel group
 row_wise   the modules that work row by row, which run on the rows that have arrived
 chunks     the chunks of a number of tokens
+bits       from how many rows on the model's matmuls give a row the same bits
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 """
 
@@ -46,10 +47,10 @@ def patches(settings: Settings) -> AppliedPatches:
             target="vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config",
             replacement=lambda original: start.initialize_from_config(original, framework),
             parameters=("self", "kv_cache_configs"),
-            reason="says what is covered",
+            reason="asks which chunks keep the bits, and says what is covered",
         ),
     ]
-    modules = [_patch_of(each, framework) for each in MODULES if each.exists()]
+    modules = [_patch_of(each) for each in MODULES if each.exists()]
     return Applied("vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework)
 
 
@@ -59,10 +60,10 @@ def refuse_unless_allowed(plugins: str | None) -> None:
         raise PatchError(f"vllm: VLLM_PLUGINS={plugins} does not name {NAME}: add it, or unset VLLM_PLUGINS")
 
 
-def _patch_of(each: RowWise, framework: Vllm) -> Patch:
+def _patch_of(each: RowWise) -> Patch:
     return Patch(
         target=f"{each.module}.{each.owner}.{each.method}",
-        replacement=lambda original: row_wise_call(original, each, framework),
+        replacement=lambda original: row_wise_call(original, each),
         parameters=None,
         reason="runs on the rows that have arrived",
         inherited=each.inherited(),

@@ -26,7 +26,8 @@ from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
-from ascend_parallel.patches.vllm.chunks import least_tokens, token_chunks
+from ascend_parallel.patches.vllm.bits import RowBits
+from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
 from ascend_parallel.settings import Settings
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
@@ -52,6 +53,7 @@ class Vllm(Framework):
         super().__init__(replace(chunks.settings, region=settings.region is not False))
         self.version = version
         self.asked = settings
+        self.bits: RowBits | None = None  # once a worker has loaded its model
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
@@ -100,7 +102,16 @@ class Vllm(Framework):
 
     def chunks(self, tokens: int, device: str) -> Sizes:
         """Return the rows of each chunk of a call; a single one: the original runs."""
-        return token_chunks(tokens, self.settings.num_chunks, device)
+        return token_chunks(tokens, self.settings.num_chunks, device, self.least_rows)
+
+    @property
+    def least_rows(self) -> int:
+        """The least rows of a chunk with which the model's matmuls keep their bits; 0: not asked yet."""
+        return self.bits.least if self.bits is not None else 0
+
+    def ladder(self, device: str) -> Sizes:
+        """Return the allowed rows of a chunk."""
+        return ladder_of(device, self.least_rows)
 
     def weight_of(self, layer: Any, x: torch.Tensor) -> tuple[ModuleWeight, torch.Tensor]:
         """Return what multiplies in a row layer, and a tensor [N, K] without memory that has its shape and dtype."""
@@ -120,7 +131,7 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> Any:
-        if torch.compiler.is_compiling() or input_.shape[0] < least_tokens(input_.device.type):
+        if torch.compiler.is_compiling() or len(vllm.chunks(input_.shape[0], input_.device.type)) < 2:
             return original(self, input_)
         if input_.dim() != 2 or torch.is_grad_enabled():
             return original(self, input_)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
 from ascend_parallel.patches.base import Function
-
-if TYPE_CHECKING:
-    from ascend_parallel.patches.vllm.layers import Vllm
 
 LAYERS = "vllm.model_executor.layers"
 
@@ -78,7 +75,7 @@ MATMULS = (RowWise(f"{LAYERS}.linear", "UnquantizedLinearMethod", "apply", rows=
 MODULES = (*NORMS, *ACTIVATIONS, *MATMULS)
 
 
-def row_wise_call(original: Function, each: RowWise, vllm: Vllm) -> Function:
+def row_wise_call(original: Function, each: RowWise) -> Function:
     """Make the method that runs `original` on the rows that have arrived."""
     kind, first = each.kind(), each.rows[0]
 
@@ -99,7 +96,6 @@ def row_wise_call(original: Function, each: RowWise, vllm: Vllm) -> Function:
         owner = args[0] if each.method == "apply" else self
         return by_rows(owner, run, *(args[place] for place in places), writes=each.writes)
 
-    vars(call)["vllm"] = vllm
     return call
 
 

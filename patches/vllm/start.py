@@ -7,20 +7,21 @@ import hashlib
 import importlib
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.vllm.chunks import ladder_of, least_tokens
+from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
+from ascend_parallel.patches.vllm.layers import BY_ROWS, Vllm
 from ascend_parallel.version import __version__
-
-if TYPE_CHECKING:
-    from ascend_parallel.patches.vllm.layers import Vllm
 
 log = logging.getLogger("ascend_parallel")
 
+# The two ends of a layer, as its attributes name them.
+ENDS = ("input", "output")
 LINEAR = "vllm.model_executor.layers.linear"
 # The name of our entry among vLLM's variables.
 CACHE_KEY = "ASCEND_PARALLEL"
@@ -31,29 +32,65 @@ def initialize_from_config(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def initialize(self: Any, kv_cache_configs: Any) -> Any:
+        text = started(self.worker.get_model(), self.vllm_config, vllm)
         if dist.is_initialized() and dist.get_rank() == 0:
-            log.warning("%s", covered(self.worker.get_model(), self.vllm_config, vllm))
+            log.warning("%s", text)
         return original(self, kv_cache_configs)
 
     return initialize
 
 
-def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
-    """Return a sentence: how many layers of a model run with overlap, from which number of tokens on."""
+def started(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
+    """Ask which chunks keep the bits of a model's matmuls; return in words what of it runs with overlap.
+
+    Every rank of the model's tensor-parallel group calls this.
+    """
     if is_compiled(config):
         return (
             "vllm: compiled: not covered. vLLM compiles this model, and overlap is not in compiled graphs; "
             "--enforce-eager (enforce_eager=True) runs it with overlap"
         )
-    layers = [module for module in model.modules() if is_row_layer(module)]
-    reasons = Counter(filter(None, map(vllm.uncovered, layers)))
-    others = "".join(f"; {count}: {reason}" for reason, count in reasons.items())
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    rows = [module for module in model.modules() if is_row_layer(module)]
+    reasons = [vllm.uncovered(module) for module in rows]
+    covered = [module for module, reason in zip(rows, reasons, strict=True) if reason is None]
+    named = Counter(filter(None, reasons))
+    text = f"vllm: overlap covers {len(covered)} of {len(rows)} row-parallel layers"
+    others = "".join(f"; {count}: {reason}" for reason, count in named.items())
+    if not covered:
+        return text + others
+    group, device = vllm.group_of(covered[0]), next(model.parameters()).device
+    vllm.confirm(group)()
+    multiplied = linear_layers(model) if vllm.leaves_rows else covered
+    tokens = config.scheduler_config.max_num_batched_tokens
+    vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), tokens, group, device)
+    ladder = vllm.ladder(device.type)
     return (
-        f"vllm: overlap covers {len(layers) - sum(reasons.values())} of {len(layers)} row-parallel layers, in steps of "
-        f"{least_tokens(device)} tokens or more, in about {vllm.settings.num_chunks} chunks of "
-        f"{ladder_of(device)[0]} to {ladder_of(device)[-1]} tokens{others}"
+        f"{text}, in steps of {2 * ladder[0]} tokens or more, in about {vllm.settings.num_chunks} chunks of "
+        f"{ladder[0]} to {ladder[-1]} tokens{others}; {vllm.bits}"
     )
+
+
+def linear_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the layers that multiply rows that have arrived, or reduce under their matmul."""
+    return [module for module in model.modules() if type(getattr(module, "quant_method", None)).__name__ in BY_ROWS]
+
+
+def matmuls_of(layers: Iterable[Any]) -> dict[Matmul, Multiply]:
+    """Return a layer's matmul for each shape, dtype and kind of bias."""
+    found: dict[Matmul, Multiply] = {}
+    for layer in layers:
+        k, n = (getattr(layer, f"{end}_size_per_partition", getattr(layer, f"{end}_size")) for end in ENDS)
+        bias = None if layer.skip_bias_add else layer.bias
+        found.setdefault(
+            Matmul(k, n, layer.params_dtype, bias is not None),
+            functools.partial(_multiply, layer, bias),
+        )
+    return found
+
+
+def _multiply(layer: Any, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer.quant_method.apply(layer, x, bias)
+    return y
 
 
 def is_row_layer(module: torch.nn.Module) -> bool:

@@ -19,6 +19,10 @@ FAMILIES = {
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
     "gemma2": ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "llama_bf16": (  # a hidden size with which oneDNN has more than one routine
+        "LlamaForCausalLM",
+        {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_hidden_layers": 1},
+    ),
     "opt": ("OPTForCausalLM", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -72,7 +76,7 @@ def engine(family, folder, **options):
         "tensor_parallel_size": 2,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
-        "dtype": "float32",
+        "dtype": "bfloat16" if family.endswith("bf16") else "float32",
         "max_model_len": 1536,
         "max_num_batched_tokens": 1536,
         "max_num_seqs": 8,
