@@ -30,6 +30,8 @@ FAMILIES = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 32},
     ),
 }
+# Models of single tests.
+OTHERS = {"llama_of_one_layer": ("LlamaForCausalLM", {"num_hidden_layers": 1})}
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -48,7 +50,7 @@ def saved_model(family, folder):
     import torch
     import transformers
 
-    name, options = FAMILIES[family]
+    name, options = {**FAMILIES, **OTHERS}[family]
     key = hashlib.sha1(json.dumps([name, SIZES, options]).encode()).hexdigest()[:10]
     path = Path(folder) / f"{family}-{key}"
     if not path.exists():
