@@ -57,21 +57,32 @@ class Coverage(Count):
     adapters
         The number of replicated adapters beside tensor-parallel layers, as of PEFT: they communicate nothing, and are
         not among the linear layers.
+    silent
+        The number of other linear layers without a collective, as vLLM's column layers: not among the linear layers
+        either.
     """
 
     experts: Count = Count(0, 0)
     adapters: int = 0
+    silent: int = 0
 
     def __str__(self) -> str:
         """Return the counts and reasons in a sentence."""
         text = self.of_total("linear layers covered")
         if self.adapters:
             text += f"; {self.adapters} replicated adapters communicate nothing"
+        if self.silent:
+            text += f"; {self.silent} others communicate nothing"
         return f"{text}; {self.experts.of_total('layers of experts covered')}" if self.experts.total else text
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {**super().as_dict(), "experts": self.experts.as_dict(), "adapters": self.adapters}
+        return {
+            **super().as_dict(),
+            "experts": self.experts.as_dict(),
+            "adapters": self.adapters,
+            "silent": self.silent,
+        }
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
@@ -83,11 +94,13 @@ def coverage(model: torch.nn.Module) -> Coverage:
     adapters = {id(adapter) for wrapper in wrappers for adapter in _adapters(wrapper)}
     others = {id(wrapper) for wrapper in wrappers} | adapters
     linear = [module for module in model.modules() if _is_linear(type(module)) and id(module) not in others]
+    silent = [module for module in linear if _communicates_nothing(module)]
+    linear = [module for module in linear if not _communicates_nothing(module)]
     experts = [module for module in model.modules() if hasattr(_forward(module), EXPERTS)]
     uncovered = [getattr(_forward(module), EXPERTS).uncovered(module) for module in experts]
     named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
     counted = _counted([_uncovered(module) for module in linear])
-    return Coverage(**vars(counted), experts=_counted(named), adapters=len(adapters))
+    return Coverage(**vars(counted), experts=_counted(named), adapters=len(adapters), silent=len(silent))
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:
@@ -126,6 +139,14 @@ def _forward(module: torch.nn.Module) -> Any:
 def _is_linear(kind: type) -> bool:
     """Tell whether a class is a linear layer by its name or a base's, or has a forward that is patched."""
     return any(base.__name__.endswith("Linear") or _is_patched(base) for base in kind.__mro__)
+
+
+def _communicates_nothing(module: Any) -> bool:
+    """Tell whether a layer is one of vLLM's without a collective: it has no backward, where other frameworks reduce."""
+    layers = sys.modules.get("vllm.model_executor.layers.linear")
+    if layers is None or not isinstance(module, layers.LinearBase):
+        return False
+    return not isinstance(module, layers.RowParallelLinear) and not getattr(module, "gather_output", False)
 
 
 def _is_patched(kind: type) -> bool:

@@ -4,6 +4,7 @@ layers     the replacements of the row layer's forward and of the all-reduce of 
 row_wise   the modules that work row by row, which run on the rows that have arrived
 chunks     the chunks of a number of tokens
 bits       from how many rows on the model's matmuls give a row the same bits
+auto       how many chunks, from dummy steps that are timed
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 """
 

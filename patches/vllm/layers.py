@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
+from ascend_parallel.patches.vllm.auto import MeasuredCounts
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
 from ascend_parallel.settings import Settings
@@ -46,15 +47,32 @@ class Vllm(Framework):
     def __init__(self, settings: Settings, version: str) -> None:
         """Hold the settings; ranks compare `version`.
 
-        Nothing is tuned inside a request: "auto" takes `CHUNKS_UNLESS_PLANNED` chunks. Rows are left unfinished unless
-        COC_REGION=0, since no backward follows.
+        Nothing is tuned inside a request: "auto" times dummy steps before the first (patches/vllm/auto.py). Rows are
+        left unfinished unless COC_REGION=0, since no backward follows.
         """
         chunks = Chunks.counted(settings, region_chunks(settings), "nothing is measured inside a request")
         super().__init__(replace(chunks.settings, region=settings.region is not False))
         self.version = version
         self.asked = settings
+        self.adapted: WeakSet[torch.nn.Module] = WeakSet()
+        """The layers inside another that adds adapters."""
         self.bits: RowBits | None = None  # once a worker has loaded its model
+        self.measured: MeasuredCounts | None = None  # with "auto", before the first request
+        self.tried: int | None = None  # the count of chunks of a dummy step
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The variables that are set and act on no layer of vLLM."""
+        asked = self.asked
+        named = {
+            "COC_TUNE": asked.tune,
+            "COC_PLAN": asked.plan,
+            "COC_VERIFY": asked.verify_every,
+            "USE_COC_FUSED_KERNEL": asked.fused,
+            "customized_coc": asked.customized_coc,
+        }
+        return [name for name, value in named.items() if value]
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a layer."""
@@ -69,6 +87,8 @@ class Vllm(Framework):
             return "its sum over ranks is left to the caller (reduce_results=False)"
         if not layer.input_is_parallel:
             return "it cuts its input itself (input_is_parallel=False)"
+        if layer in self.adapted:
+            return "its adapters belong to the first tokens of a step (LoRA); its all-reduce runs in chunks"
         if type(layer.quant_method).__name__ not in BY_ROWS:
             return f"its rows may share a scale ({type(layer.quant_method).__name__}); its all-reduce runs in chunks"
         return self.uncovered_sum(_state().get_tp_group())
@@ -102,7 +122,13 @@ class Vllm(Framework):
 
     def chunks(self, tokens: int, device: str) -> Sizes:
         """Return the rows of each chunk of a call; a single one: the original runs."""
-        return token_chunks(tokens, self.settings.num_chunks, device, self.least_rows)
+        return token_chunks(tokens, self.count(tokens), device, self.least_rows)
+
+    def count(self, tokens: int) -> int:
+        """Return about how many chunks a step is cut into."""
+        if self.tried is not None:
+            return self.tried
+        return self.settings.num_chunks if self.measured is None else self.measured.count(tokens)
 
     @property
     def least_rows(self) -> int:

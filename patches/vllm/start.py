@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.region_choice import now
+from ascend_parallel.patches.vllm.auto import COUNTS, measure
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
-from ascend_parallel.patches.vllm.layers import BY_ROWS, Vllm
+from ascend_parallel.patches.vllm.layers import BY_ROWS, PARALLEL_STATE, Vllm
 from ascend_parallel.version import __version__
 
 log = logging.getLogger("ascend_parallel")
@@ -32,15 +34,21 @@ def initialize_from_config(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def initialize(self: Any, kv_cache_configs: Any) -> Any:
-        text = started(self.worker.get_model(), self.vllm_config, vllm)
+        model, config = self.worker.get_model(), self.vllm_config
+        texts = [covered(model, config, vllm)]
+        if vllm.bits is not None:
+            texts.append(str(vllm.bits))
+        made = original(self, kv_cache_configs)
+        if vllm.bits is not None and vllm.asked.auto:
+            texts.append(timed(self.worker.model_runner, model, config, vllm))
         if dist.is_initialized() and dist.get_rank() == 0:
-            log.warning("%s", text)
-        return original(self, kv_cache_configs)
+            log.warning("%s", "; ".join(texts))
+        return made
 
     return initialize
 
 
-def started(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
+def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     """Ask which chunks keep the bits of a model's matmuls; return in words what of it runs with overlap.
 
     Every rank of the model's tensor-parallel group calls this.
@@ -50,24 +58,55 @@ def started(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
             "vllm: compiled: not covered. vLLM compiles this model, and overlap is not in compiled graphs; "
             "--enforce-eager (enforce_eager=True) runs it with overlap"
         )
+    inner = (getattr(module, "base_layer", None) for module in model.modules())
+    vllm.adapted.update(module for module in inner if isinstance(module, torch.nn.Module))
     rows = [module for module in model.modules() if is_row_layer(module)]
     reasons = [vllm.uncovered(module) for module in rows]
-    covered = [module for module, reason in zip(rows, reasons, strict=True) if reason is None]
-    named = Counter(filter(None, reasons))
-    text = f"vllm: overlap covers {len(covered)} of {len(rows)} row-parallel layers"
-    others = "".join(f"; {count}: {reason}" for reason, count in named.items())
-    if not covered:
-        return text + others
-    group, device = vllm.group_of(covered[0]), next(model.parameters()).device
+    layers = [module for module, reason in zip(rows, reasons, strict=True) if reason is None]
+    others = [f"{count}: {reason}" for reason, count in Counter(filter(None, reasons)).items()]
+    if vllm.without_effect:
+        others.append(f"{', '.join(vllm.without_effect)} has no effect on vLLM's layers")
+    text = f"vllm: overlap covers {len(layers)} of {len(rows)} row-parallel layers"
+    if not layers:
+        return "; ".join([text, *others])
+    group, device = vllm.group_of(layers[0]), next(model.parameters()).device
     vllm.confirm(group)()
-    multiplied = linear_layers(model) if vllm.leaves_rows else covered
-    tokens = config.scheduler_config.max_num_batched_tokens
-    vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), tokens, group, device)
+    multiplied = linear_layers(model) if vllm.leaves_rows else layers
+    vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device)
     ladder = vllm.ladder(device.type)
-    return (
-        f"{text}, in steps of {2 * ladder[0]} tokens or more, in about {vllm.settings.num_chunks} chunks of "
-        f"{ladder[0]} to {ladder[-1]} tokens{others}; {vllm.bits}"
-    )
+    count = f"{COUNTS[0]} to {COUNTS[-1]}" if vllm.asked.auto else f"about {vllm.settings.num_chunks}"
+    text += f", in steps of {2 * ladder[0]} tokens or more, in {count} chunks of {ladder[0]} to {ladder[-1]} tokens"
+    return "; ".join([text, *others])
+
+
+def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
+    """Time dummy steps, and keep the counts of chunks that they are fastest with; return these in words.
+
+    Every rank of the model's tensor-parallel group calls this.
+    """
+    if config.parallel_config.data_parallel_size > 1 or not hasattr(runner, "_dummy_run"):
+        why = "with data parallelism" if hasattr(runner, "_dummy_run") else f"by {type(runner).__name__}"
+        return f"auto: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
+    device = next(model.parameters()).device
+    group = importlib.import_module(PARALLEL_STATE).get_tp_group().device_group
+    like = torch.empty(0, device=device)
+
+    def step(tokens: int, count: int) -> None:
+        vllm.tried = count
+        try:
+            runner._dummy_run(tokens)
+        finally:
+            vllm.tried = None
+        now(like)
+
+    vllm.measured = measure(step, most_tokens(config), 2 * vllm.ladder(device.type)[0], group)
+    return str(vllm.measured)
+
+
+def most_tokens(config: Any) -> int:
+    """Return the largest number of tokens of a step."""
+    tokens: int = config.scheduler_config.max_num_batched_tokens
+    return tokens
 
 
 def linear_layers(model: torch.nn.Module) -> list[Any]:

@@ -31,7 +31,28 @@ FAMILIES = {
     ),
 }
 # Models of single tests.
-OTHERS = {"llama_of_one_layer": ("LlamaForCausalLM", {"num_hidden_layers": 1})}
+OTHERS = {
+    "llama_of_one_layer": ("LlamaForCausalLM", {"num_hidden_layers": 1}),
+    "llama_drawn_anew": ("LlamaForCausalLM", {"initializer_range": 0.06}),
+    "deepseek_bf16": (
+        "DeepseekV2ForCausalLM",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+}
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,

