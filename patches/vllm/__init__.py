@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from types import ModuleType
 
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
 from ascend_parallel.patches.seam import AppliedPatches, Seam
 from ascend_parallel.patches.vllm import start
 from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm, all_reduce, row_forward
-from ascend_parallel.patches.vllm.row_wise import MODULES, RowWise, row_wise_call
+from ascend_parallel.patches.vllm.row_wise import ASCEND_MATMUL, MODULES, RowWise, row_wise_call
 from ascend_parallel.patches.vllm.start import LINEAR
 from ascend_parallel.settings import Settings
 
@@ -77,8 +79,17 @@ class Applied(AppliedPatches):
     def apply(self) -> None:
         """Apply the patches."""
         super().apply()
+        ascend = sys.modules.get(ASCEND_MATMUL.module)
+        if ascend is not None and not getattr(ascend.__spec__, "_initializing", False):
+            self.extend(ascend)
         assert isinstance(self._runs, Vllm)
         start.mark_caches(self._runs)
+
+    def extend(self, imported: ModuleType) -> None:
+        """Patch the matmul of vllm-ascend, which has just been imported, if it has one of its own."""
+        if ASCEND_MATMUL.exists() and not ASCEND_MATMUL.inherited():
+            self._sets[imported.__name__] = PatchSet("vllm-ascend", None, [_patch_of(ASCEND_MATMUL)])
+            super().apply()
 
     def revert(self) -> None:
         """Restore the original methods."""
@@ -86,4 +97,4 @@ class Applied(AppliedPatches):
         start.unmark_caches()
 
 
-VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches)
+VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=(ASCEND_MATMUL.module,))

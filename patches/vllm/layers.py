@@ -33,7 +33,7 @@ from ascend_parallel.settings import Settings
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 # Linear methods whose `apply` gives each row what it would give it alone.
-BY_ROWS = ("UnquantizedLinearMethod",)
+BY_ROWS = ("UnquantizedLinearMethod", "AscendUnquantizedLinearMethod")
 COMPILED = "vLLM compiles it, and overlap is not in compiled graphs (--enforce-eager runs it with overlap)"
 # Devices on which vLLM's own all-reduce writes to the tensor that it is given.
 IN_PLACE = ("cpu", "npu")
@@ -87,6 +87,10 @@ class Vllm(Framework):
             return "its sum over ranks is left to the caller (reduce_results=False)"
         if not layer.input_is_parallel:
             return "it cuts its input itself (input_is_parallel=False)"
+        if getattr(layer, "custom_op", None) is not None:
+            return f"vllm-ascend runs it with an operator of its own ({type(layer.custom_op).__name__})"
+        if getattr(layer, "out_dtype", None) not in (None, layer.params_dtype):
+            return f"its result has another dtype (out_dtype={layer.out_dtype})"
         if layer in self.adapted:
             return "its adapters belong to the first tokens of a step (LoRA); its all-reduce runs in chunks"
         if type(layer.quant_method).__name__ not in BY_ROWS:

@@ -1,7 +1,8 @@
 """The modules of vLLM that work row by row: each row of the result depends on the same row of the inputs alone.
 
 `tests/vllm/test_row_wise.py` proves it for each class of the table: a call with some rows gives the results of
-these rows, bit for bit. A class that is not named, a subclass too, waits for all rows.
+these rows, bit for bit. A class that is not named, a subclass too, waits for all rows. The subclasses of vllm-ascend
+are named for what their operators are documented to compute; none was run (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
-from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.base import Function, full_name
 
 LAYERS = "vllm.model_executor.layers"
+ASCEND = "vllm_ascend.ops"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class RowWise:
         The places of the arguments with rows, behind `self`; one that is None is left out.
     writes
         Whether its kernels may write to these arguments.
+    derived
+        The full names of subclasses that work row by row too.
     """
 
     module: str
@@ -37,6 +41,7 @@ class RowWise:
     method: str = "forward"
     rows: tuple[int, ...] = (0,)
     writes: bool = False
+    derived: tuple[str, ...] = ()
 
     def kind(self) -> type | None:
         """Return the class; None: this version has none."""
@@ -54,12 +59,14 @@ class RowWise:
 
 
 NORMS = (
-    RowWise(f"{LAYERS}.layernorm", "RMSNorm", rows=(0, 1), writes=True),
-    RowWise(f"{LAYERS}.layernorm", "GemmaRMSNorm", rows=(0, 1), writes=True),
+    *(
+        RowWise(f"{LAYERS}.layernorm", owner, rows=(0, 1), writes=True, derived=(f"{ASCEND}.layernorm.Ascend{owner}",))
+        for owner in ("RMSNorm", "GemmaRMSNorm")
+    ),
     RowWise(f"{LAYERS}.layernorm", "LayerNorm"),
 )
 ACTIVATIONS = tuple(
-    RowWise(f"{LAYERS}.activation", owner)
+    RowWise(f"{LAYERS}.activation", owner, derived=(f"{ASCEND}.activation.Ascend{owner}",))
     for owner in (
         "SiluAndMul",
         "MulAndSilu",
@@ -71,7 +78,17 @@ ACTIVATIONS = tuple(
     )
 )
 # The matmuls of column layers, of replicated ones, and of those with adapters. ``apply(layer, x, bias)``
-MATMULS = (RowWise(f"{LAYERS}.linear", "UnquantizedLinearMethod", "apply", rows=(1,)),)
+MATMULS = (
+    RowWise(
+        f"{LAYERS}.linear",
+        "UnquantizedLinearMethod",
+        "apply",
+        rows=(1,),
+        derived=(f"{ASCEND}.linear.AscendUnquantizedLinearMethod",),
+    ),
+)
+# From vllm-ascend 0.23 on the subclass has a method of its own.
+ASCEND_MATMUL = RowWise(f"{ASCEND}.linear", "AscendUnquantizedLinearMethod", "apply", rows=(1,))
 MODULES = (*NORMS, *ACTIVATIONS, *MATMULS)
 
 
@@ -83,7 +100,8 @@ def row_wise_call(original: Function, each: RowWise) -> Function:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or len(args) <= first or not _waits(args, each.rows):
             return original(self, *args, **kwargs)
-        if type(self) is not kind or any(map(torch.is_tensor, kwargs.values())):
+        by_name = type(self) is kind or full_name(type(self)) in each.derived
+        if not by_name or any(map(torch.is_tensor, kwargs.values())):
             return original(self, *args, **kwargs)
         places = [place for place in each.rows if place < len(args) and args[place] is not None]
 
