@@ -38,6 +38,7 @@ from ascend_parallel.ops.registry import (
     choose,
     name_of,
     own_rows_suffice,
+    too_narrow,
     usual_chunks,
 )
 from ascend_parallel.ops.rows import split_rows
@@ -223,11 +224,17 @@ def run_matmul(
     return shaped(tree.matmul(x_m, w, row_tile=tile, features=features), (*x.shape[:-1], w.shape[1]))
 
 
-def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> Pending:
-    """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K]."""
+def start_gather_rows(
+    x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings, other: int
+) -> Pending:
+    """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K].
+
+    other: the features on the other side of the matmul that reads the rows.
+    """
     x_m = rows_of(x_shard)
     sizes = split_rows(x_m.shape[0], usual_chunks(settings), settings.chunk_rows)
-    if own_rows_suffice(group.size(), x_m.device.type):  # as where another rank multiplies the rows that it gathers
+    # The first as where another rank multiplies the rows that it gathers.
+    if own_rows_suffice(group.size(), x_m.device.type) or too_narrow(x_m.shape[1], other):
         sizes = (x_m.shape[0],)
     if len(sizes) > 1:  # whether rows are unfinished may differ between ranks, and decides nothing
         return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]

@@ -33,6 +33,11 @@ FUSED = ("npu", "shm")
 # Number of chunks if a fused kernel was requested, none can run, and COC_PARALLEL_NUM is 1.
 CHUNKS_INSTEAD_OF_FUSED = 4
 
+# The features of a narrow collective: as many as an adapter's rank (LoRA's is 4 to 256), fewer than a model's width, and
+# at most this share of the features on the matmul's other side.
+NARROW = 256
+NARROW_SHARE = 4
+
 
 class UnmetRequestError(RuntimeError):
     """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
@@ -116,6 +121,15 @@ def usual_chunks(settings: OperatorSettings) -> int:
     if not settings.cuts:
         return 1
     return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
+
+
+def too_narrow(communicated: int, other: int) -> bool:
+    """Tell whether a collective of rows of `communicated` features gains nothing from chunks beside its matmul.
+
+    other: the features on the matmul's other side. Such are the collectives of a low-rank adapter: they move little and
+    have little to run under, so further ones cost their latency. A pure function of the shape: all ranks decide alike.
+    """
+    return communicated <= NARROW and communicated * NARROW_SHARE <= other
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
@@ -227,6 +241,10 @@ def _count_request(
 ) -> _Request:
     """Return the sizes for the number of chunks in the settings, or for fewer if there are too few rows."""
     chunks, why, met = _count(problem, settings, refusals)
+    if chunks > 1 and _is_narrow(problem) and not _names(problem, settings):
+        communicated = problem.k if problem.operator == ALL_GATHER else problem.n
+        why += f"; 1, because a collective of {communicated} features is too narrow to gain (customized_coc cuts it)"
+        return _Request(1, (problem.cut,), why, met)
     sizes = cut_into(problem, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
@@ -236,6 +254,18 @@ def _count_request(
         else:
             why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)
+
+
+def _is_narrow(problem: Problem) -> bool:
+    if problem.is_exchange:
+        return False
+    features = (problem.k, problem.n) if problem.operator == ALL_GATHER else (problem.n, problem.k)
+    return too_narrow(*features)
+
+
+def _names(problem: Problem, settings: OperatorSettings) -> bool:
+    """Tell whether customized_coc gives this problem a number of chunks."""
+    return isinstance(settings.customized_coc.get((problem.m, problem.k, problem.n)), int)
 
 
 def cut_into(problem: Problem, chunks: int, tile: int) -> Sizes:

@@ -285,7 +285,8 @@ class RowLinear(torch.autograd.Function):
         elif weight is not None:
             dx, dw = row_sequence_backward(dy, x, weight, layer, layout)
         else:
-            dx, dw = None, weight_gradient_of(layer, x, start_gather_rows(dy, layer.group, layer.settings).wait())
+            gathered = start_gather_rows(dy, layer.group, layer.settings, x.shape[-1]).wait()
+            dx, dw = None, weight_gradient_of(layer, x, gathered)
         dx = None if dx is None else dx.view(ctx.x_shape)
         if layer.settings.digests is not None:
             for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):

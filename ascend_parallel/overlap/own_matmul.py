@@ -141,5 +141,5 @@ class _Leave(torch.autograd.Function):
             )
             assert rows is not None
         else:
-            rows = start_gather_rows(dy, layer.group, layer.settings).wait()
+            rows = start_gather_rows(dy, layer.group, layer.settings, weight.shape[1]).wait()
         return rows.view(ctx.shape), None, None, None, None

@@ -62,7 +62,7 @@ def start_column_backward(
     def start_gather() -> Pending | None:
         if kept is None or not settings.recompute_all_gather:
             return None
-        return running.enter_context(start_gather_rows(kept, group, settings))
+        return running.enter_context(start_gather_rows(kept, group, settings, dy.shape[-1]))
 
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:

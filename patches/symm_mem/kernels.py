@@ -69,7 +69,7 @@ def all_gather_matmul(
     for index, b in enumerate(bs):
         _check_matrix(GATHER, f"Bs[{index}]", b, a_shard, a_shard.shape[-1] * (group.size() if last else 1))
     if last:
-        a = _gather_columns(a_shard, group, settings)
+        a = _gather_columns(a_shard, bs[0], group, settings)
         return a if return_A else None, [_product(a, b) for b in bs]
     x = a_shard.movedim(gather_dim, 0)
     leading = (x.shape[0] * group.size(), *x.shape[1:-1])
@@ -123,10 +123,12 @@ def _product(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
     return compute(MATMUL, "matmul", torch.matmul, a, b)
 
 
-def _gather_columns(a_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings) -> torch.Tensor:
+def _gather_columns(
+    a_shard: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings
+) -> torch.Tensor:
     """Return A [..., K] of a_shard [..., K / R], contiguous."""
     shape, ranks = a_shard.shape, group.size()
-    stacked = start_gather_rows(a_shard, group, settings).wait().view(ranks, *shape)
+    stacked = start_gather_rows(a_shard, group, settings, b.shape[-1]).wait().view(ranks, *shape)
     return compute(BESIDE, "copy", torch.cat, stacked.unbind(), -1)
 
 

@@ -42,6 +42,36 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
 
 
 @pytest.mark.parametrize(
+    ("operator", "k", "n", "chunks"),
+    [
+        ("matmul_all_reduce", 2048, 16, 1),  # A of a row layer's adapter, and the input gradient of a column layer's B
+        ("matmul_reduce_scatter", 2048, 16, 1),
+        ("all_gather_matmul", 16, 2048, 1),  # B of a column layer's adapter with sequence parallelism
+        ("matmul_all_reduce", 1024, 256, 1),
+        ("matmul_all_reduce", 16, 2048, 4),  # wide collectives: B of an adapter that ends in a sum
+        ("all_gather_matmul", 2048, 16, 4),
+        ("matmul_all_reduce", 1024, 257, 4),
+        ("matmul_all_reduce", 1023, 256, 4),
+        ("matmul_all_reduce", 64128, 2048, 4),  # an output layer's backward
+    ],
+)
+def test_calls_too_narrow_to_gain_stay_whole(operator, k, n, chunks):
+    call = Problem(operator, 4096, k, n, torch.bfloat16, "cpu", 2)
+    for settings in (Settings(num_chunks=4), Settings(num_chunks=4, deterministic=True), Settings(num_chunks=4, strict=True)):
+        choice = choose(call, settings)
+        assert len(choice.sizes) == chunks
+        assert choice.unmet == ""
+        narrow = f"1, because a collective of {min(k, n)} features is too narrow to gain (customized_coc cuts it)"
+        assert (narrow in choice.reason) == (chunks == 1)
+
+
+def test_a_narrow_call_that_is_named_is_cut():
+    call = Problem("matmul_all_reduce", 4096, 2048, 16, torch.bfloat16, "cpu", 2)
+    for cut, sizes in ((8, 8), ((2048, 2048), 2)):
+        assert len(choose(call, Settings(num_chunks=4, customized_coc={(4096, 2048, 16): cut})).sizes) == sizes
+
+
+@pytest.mark.parametrize(
     ("settings", "m", "kernel", "chunks", "reason"),
     [
         (Settings(num_chunks=4), 512, "chunked", 4, "COC_PARALLEL_NUM=4"),
