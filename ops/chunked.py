@@ -33,7 +33,15 @@ from ascend_parallel.ops.collectives import (
     summed_in_backend_order,
 )
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import BlockedWeight, batches, cut_blocks, multiply, multiply_blocks, rank_blocks
+from ascend_parallel.ops.multiply import (
+    BlockedWeight,
+    batches,
+    chunks_of,
+    cut_blocks,
+    multiply,
+    multiply_blocks,
+    rank_blocks,
+)
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -49,11 +57,18 @@ EachRows = Callable[[int, slice, torch.Tensor], object]
 
 
 def matmul_all_reduce(
-    x_m: torch.Tensor, w: Weight | BlockedWeight, group: dist.ProcessGroup, sizes: Sizes, *, row_tile: int = 0
+    x_m: torch.Tensor,
+    w: Weight | BlockedWeight,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    *,
+    row_tile: int = 0,
+    addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N] on every rank.
+    """Start ``y_m = all_reduce(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N]; pending [M, N].
 
-    Each chunk's rows are computed and reduced in place. An int8 weight is cut into chunks of columns instead.
+    Each chunk's rows are computed and reduced in place. An int8 weight is cut into chunks of columns instead; it has no
+    addends.
     """
     if isinstance(w, QuantisedWeight):
         return _int8_all_reduce(x_m, w, group, sizes)
@@ -66,8 +81,10 @@ def matmul_all_reduce(
             if up_to is not None:
                 up_to(stop)
             compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
+            for addend in addends:
+                compute(BESIDE, "add", y_c.add_, addend[stop - y_c.shape[0] : stop])
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
-    COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
+    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes))
     return pending
 
 
@@ -95,7 +112,7 @@ def _int8_all_reduce(x_m: torch.Tensor, w: QuantisedWeight, group: dist.ProcessG
                 pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
             elif x_m.shape[0]:
                 pending.launch(reduce_and_place, y_part, y_c, group)
-    COUNTS.add(ALL_REDUCE, len(sizes), len(sizes) if x_m.shape[0] else 0)
+    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes) if x_m.shape[0] else 0)
     return pending
 
 
@@ -114,9 +131,9 @@ def matmul_reduce_scatter(
     *,
     order: str = BY_BACKEND,
     row_tile: int = 0,
-    addend: torch.Tensor | None = None,
+    addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``: x_m [M, K], w [K, N], addend [M, N]; pending [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N]; pending [M / R, N].
 
     Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
     result in place.
@@ -134,26 +151,26 @@ def matmul_reduce_scatter(
     batched = backend_of(group, x_m.device).launches and not row_tile
     if batched and isinstance(w, torch.Tensor):
         w = w.expand(ranks, k, n)
-    added = [None] * len(sizes) if addend is None else torch.split_with_sizes(addend.view(ranks, rows, n), sizes, 1)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
         inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), batched), sizes)
         outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
         blocks = _rank_blocks_of(partial, outputs, sizes, ranks, batched)
-        chunks = zip(starts, accumulate(sizes), inputs, outputs, blocks, added, strict=True)
-        for start, stop, x_blocks, y_c, y_blocks, addend_r in chunks:
+        chunks = zip(starts, accumulate(sizes), inputs, outputs, blocks, sizes, strict=True)
+        for start, stop, x_blocks, y_c, y_blocks, size in chunks:
             if up_to is not None:
                 up_to(stop)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
-            if addend_r is not None:
-                compute(BESIDE, "add", y_c.view(addend_r.shape).add_, addend_r)
+            for addend in addends:
+                rows_c = addend.view(ranks, rows, n)[:, stop - size : stop]
+                compute(BESIDE, "add", y_c.view(ranks, size, n).add_, rows_c)
             computed.append((start, y_c))
             if after is None or after.done():
                 _start(computed, pending)
         if computed and after is not None:
             after.wait()
             _start(computed, pending)
-    COUNTS.add(REDUCE_SCATTER, len(sizes), len(sizes))
+    COUNTS.add(REDUCE_SCATTER, chunks_of(w, sizes), len(sizes))
     return pending
 
 
@@ -210,7 +227,7 @@ def all_gather_matmul(
     with gathering.launching():
         if not in_chunks:
             multiply_own(own_m, y_parts[rank], slice(0, own_m.shape[0]))
-        COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
+        COUNTS.add(ALL_GATHER, chunks_of(w, sizes), len(sizes))
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)

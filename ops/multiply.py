@@ -59,6 +59,11 @@ class NoProduct:
         """Leave y_m as it is."""
 
 
+def chunks_of(w: object, sizes: Sizes) -> int:
+    """Return the number of chunks that are multiplied: none of rows that run through the collectives alone."""
+    return 0 if isinstance(w, (MultipliedRows, NoProduct)) else len(sizes)
+
+
 def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tensor, row_tile: int = 0) -> None:
     """Write ``x_m @ w`` to y_m: x_m [m, K], w [K, N], y_m [m, N]; in tiles of `row_tile` rows unless that is 0."""
     if not isinstance(w, torch.Tensor):

@@ -21,6 +21,7 @@ from ascend_parallel.ops import chunked, npu, reference, shm, tree
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.deferred import DeferredProduct
 from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
@@ -43,12 +44,15 @@ from ascend_parallel.ops.registry import (
 )
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# Kernels that multiply a deferred product, and add to it.
+ADDING = ("chunked", "reference")
 # A group's choices to keep: shapes can vary without end.
 MOST_CHOICES = 4096
 _CHOICES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Choice]] = WeakKeyDictionary()
@@ -88,7 +92,8 @@ class OperatorCall(NamedTuple):
     parts
         Of a fused weight, as in `Problem`.
     product
-        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then.
+        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then. A `DeferredProduct`
+        brings operands of its own, which the kernel multiplies.
     """
 
     operator: str
@@ -125,6 +130,8 @@ def start_matmul_all_reduce(
         kernel, options = kernel_of(choice), dict(choice.options)
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
+        if addends := _addends(call, choice):
+            options["addends"] = addends
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, **options)
     return pending
@@ -138,13 +145,13 @@ def start_matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     layout: str = ANY,
-    addend: torch.Tensor | None = None,
+    addends: Sequence[torch.Tensor] = (),
     parts: tuple[int, ...] = (),
     product: torch.Tensor | None = None,
 ) -> Pending:
-    """Start ``reduce_scatter(x @ w + addend)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
+    """Start ``reduce_scatter(x @ w + addends)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
 
-    `addend` [M, N] is added to this rank's product; fused kernels, which settings alone request, cannot add one.
+    The `addends` [M, N] are added to this rank's product; fused kernels, which settings alone request, cannot add them.
 
     `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
     order; gloo runs them at the same time, so only gloo needs `after`. `layout`, `parts` and `product` as in
@@ -157,12 +164,13 @@ def start_matmul_reduce_scatter(
         if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
             after = None
         kernel, options = kernel_of(choice), dict(choice.options)
-        if addend is not None:
+        addends = addends or _addends(call, choice)
+        if addends:
             if choice.kernel == "tree":
                 raise DegreeError(
                     "COC_DETERMINISTIC=tp: layers that share a gather do not sum their gradients in a tree"
                 )
-            options["addend"] = addend
+            options["addends"] = addends
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, after, **options)
     return pending
@@ -369,11 +377,14 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
     choice = _choice_of_operands(call)
     if settings.at_every_degree:  # a caller's own settings: what runs between its layers belongs to them
         ELEMENTWISE.follow(True)
-    if call.product is not None:
+    if (deferred := _deferred(call, choice)) is not None:
+        deferred.check()
+        x, w = deferred.x, deferred.w
+    elif call.product is not None:
         columns = call.product.shape[-1]
         fused = choice.kernel in FUSED  # these multiply by a tensor alone
         weight = torch.eye(columns, dtype=x.dtype, device=x.device) if fused else MultipliedRows(columns)
-        return rows_of(call.product), weight, choice
+        return rows_of(finished(call.product)), weight, choice
     if isinstance(x, QuantisedRows):
         if choice.kernel == "npu":
             return x.rows(), w, choice
@@ -385,6 +396,20 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
     if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
         x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
     return x_m, w, choice
+
+
+def _deferred(call: OperatorCall, choice: Choice) -> DeferredProduct | None:
+    """Return the product of the call if its kernel is to multiply it, in chunks, and can add to it."""
+    product = call.product
+    if not isinstance(product, DeferredProduct) or product.multiplied or choice.kernel not in ADDING:
+        return None
+    return product if (product.x.shape, product.w.shape) == (call.x.shape, call.w.shape) else None
+
+
+def _addends(call: OperatorCall, choice: Choice) -> list[torch.Tensor]:
+    """Return what is added to a deferred product, as rows."""
+    deferred = _deferred(call, choice)
+    return [] if deferred is None else [rows_of(addend) for addend in deferred.addends]
 
 
 def _dequantised(x: QuantisedRows, w: Weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import multiply
+from ascend_parallel.ops.multiply import chunks_of, multiply
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -56,7 +56,7 @@ def matmul_all_reduce(
                 pending.launch(_gather_and_sum, y_c, group)
             if index:
                 pending.wait_for(index - 1)
-    COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
+    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes))
     return pending
 
 
@@ -68,11 +68,11 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     row_tile: int = 0,
-    addend: torch.Tensor | None = None,
+    addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``, summed in rank order; shapes as in `chunked`."""
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addends)``, summed in rank order; shapes as in `chunked`."""
     run = chunked.matmul_reduce_scatter if len(sizes) > 1 else reference.matmul_reduce_scatter
-    return run(x_m, w, group, sizes, after, order=BY_RANK, row_tile=row_tile, addend=addend)
+    return run(x_m, w, group, sizes, after, order=BY_RANK, row_tile=row_tile, addends=addends)
 
 
 def _gather_and_sum(y_c: torch.Tensor, group: dist.ProcessGroup) -> Work:

@@ -5,13 +5,15 @@ A collective that comes last stays pending, as in Megatron-core, so that a weigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import BY_BACKEND, all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import product
+from ascend_parallel.ops.multiply import chunks_of, product
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
@@ -29,21 +31,26 @@ def matmul_all_reduce(
     *,
     row_tile: int = 0,
     comm_scales: CommScales | None = None,
+    addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. Dequantises an int8 weight whole.
+    """Start ``y_m = all_reduce(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N]; pending [M, N].
+
+    Dequantises an int8 weight whole.
 
     With `comm_scales` the ranks exchange int8, and the result is finished. A single rank exchanges and rounds nothing.
     """
     y_m = compute(MATMUL, "matmul", product, x_m, whole(w, x_m.dtype), row_tile)
+    for addend in addends:
+        compute(BESIDE, "add", y_m.add_, addend)
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if comm_scales is not None and communicates:
         y_m = _all_reduce_in_int8(y_m, comm_scales, group)
-        COUNTS.add(ALL_REDUCE, 1, 2)
+        COUNTS.add(ALL_REDUCE, chunks_of(w, (1,)), 2)
         return Pending(y_m, ALL_REDUCE, group)
     pending = Pending(y_m, ALL_REDUCE, group)
     if communicates:
         pending.launch(dist.all_reduce, y_m, group=group, async_op=True)
-    COUNTS.add(ALL_REDUCE, 1, int(communicates))
+    COUNTS.add(ALL_REDUCE, chunks_of(w, (1,)), int(communicates))
     return pending
 
 
@@ -70,14 +77,14 @@ def matmul_reduce_scatter(
     *,
     order: str = BY_BACKEND,
     row_tile: int = 0,
-    addend: torch.Tensor | None = None,
+    addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w + addend)``: x_m [M, K], w [K, N], addend [M, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N].
 
     Pending [M / R, N].
     """
     partial = compute(MATMUL, "matmul", product, x_m, w, row_tile, group.size())
-    if addend is not None:
+    for addend in addends:
         compute(BESIDE, "add", partial.add_, addend)
     ranks, rows = group.size(), partial.shape[0] // group.size()
     if ranks == 1:
@@ -86,7 +93,7 @@ def matmul_reduce_scatter(
     if rows:
         (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, order)
         pending.launch(start, partial)
-    COUNTS.add(REDUCE_SCATTER, 1, 1)
+    COUNTS.add(REDUCE_SCATTER, chunks_of(w, (1,)), 1)
     return pending
 
 
@@ -103,7 +110,7 @@ def all_gather_matmul(
     if group.size() == 1:
         return product(x_shard_m, w, row_tile), x_shard_m
     gathered = gather_rows(x_shard_m, group, ALL_GATHER).wait()
-    COUNTS.add(ALL_GATHER, 1, 1)
+    COUNTS.add(ALL_GATHER, chunks_of(w, (1,)), 1)
     return compute(MATMUL, "matmul", product, gathered, w, row_tile, group.size()), gathered
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import LayerShape
+from ascend_parallel.patches.base_forward import calls_forward_of
 from ascend_parallel.settings import Settings, current_settings
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
@@ -157,13 +158,12 @@ def _is_patched(kind: type) -> bool:
 def _uncovered(module: Any) -> str | None:
     """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
     forward = _forward(module)
-    patched = getattr(forward, "ascend_parallel", None)
-    if patched is not None:
-        by = getattr(forward, "uncovered", None)
-        reason = patched.uncovered(module) if by is None else by(module, patched)
-        return None if reason is None else f"{type(module).__name__}: {reason}"
-    if any(map(_is_patched, type(module).__mro__)):
-        return f"{type(module).__name__}: its own forward is overlapped only where it calls megatron-core's forward"
+    if hasattr(forward, "ascend_parallel"):
+        return _reason(module, forward)
+    if (base := next(filter(_is_patched, type(module).__mro__), None)) is not None:
+        if calls_forward_of(type(module), base):
+            return _reason(module, vars(base)["forward"])
+        return f"{type(module).__name__}: its own forward is overlapped only where it calls {base.__name__}'s forward"
     off = "" if current_settings().enabled else ", overlap is off: COC_PARALLEL_NUM=4 or auto switches it on"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     if layers and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
@@ -171,6 +171,13 @@ def _uncovered(module: Any) -> str | None:
     family = type(module).__module__.split(".")[0]
     name = "TransformerEngine's" if type(module).__name__.startswith("TE") else f"of {family}"
     return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework{off}"
+
+
+def _reason(module: Any, forward: Any) -> str | None:
+    """Return why a layer whose patched forward is called is not overlapped, or None."""
+    patched, by = forward.ascend_parallel, getattr(forward, "uncovered", None)
+    reason = patched.uncovered(module) if by is None else by(module, patched)
+    return None if reason is None else f"{type(module).__name__}: {reason}"
 
 
 log = logging.getLogger("ascend_parallel")

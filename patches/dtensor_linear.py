@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
+from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
 from ascend_parallel.settings import Settings
@@ -194,9 +196,27 @@ class Installed:
 
     def replaced(self, module: Any) -> str | None:
         """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
-        if not is_linear(type(module)):
+        if not calls_linear(type(module)):
             return f"its class is {full_name(type(module))} now"
         return replaced_below()
+
+    def own_matmul(self, module: Any, forward: Callable[[DTensor], Any], beside_others: bool = False) -> dict[str, Any]:
+        """Return as fields of a `LinearCall` what multiplies in place of torch's linear function.
+
+        forward
+            That of the module's class, which takes and gives DTensors. If it calls torch.nn.Linear's, the product is
+            left to the layer's collectives.
+        beside_others
+            Whether torch.nn.Linear's own forward runs so too, beside layers of other classes.
+        """
+        framework, replaced = self.in_force.framework, self.replaced(module)
+        assert framework is not None
+        if replaced is not None:
+            framework.log_replaced(module, replaced)
+        elif (is_linear(type(module)) or getattr(forward, "__func__", None) is _FORWARD) and not beside_others:
+            return {}
+        watches = replaced is None and not framework.settings.at_every_degree
+        return {"own_matmul": matmul_by(forward, self, module if watches else None), "takes_product": watches}
 
     def _otherwise_sharded(self, module: Any) -> str | None:
         """Return how its weight and bias differ from the shards that the style makes, or None."""
@@ -215,6 +235,11 @@ class Installed:
     def sharded_twice(self, module: Any) -> str | None:
         """Return the reason why a call must run the framework's own forward: FSDP has not gathered the weight."""
         return None if module.weight.device_mesh.ndim == 1 else "its weight is sharded by more than its style"
+
+
+def calls_linear(kind: type) -> bool:
+    """Tell whether a class is torch.nn.Linear, or one whose forward calls that of torch.nn.Linear."""
+    return is_linear(kind) or (issubclass(kind, torch.nn.Linear) and calls_forward_of(kind, torch.nn.Linear))
 
 
 def is_linear(kind: type) -> bool:
@@ -249,7 +274,7 @@ def replaced_below() -> str | None:
         return replaced
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            if type(mode) is not DeviceContext:  # of torch.set_default_device; it changes no matmul
+            if type(mode) not in (DeviceContext, BaseForward):  # of torch.set_default_device, and of a layer around
                 return f"it is called under {full_name(type(mode))}, a TorchFunctionMode"
     return None
 
@@ -286,13 +311,25 @@ def replicated(x: torch.Tensor, mesh: Any) -> DTensor:
     return whole
 
 
-def matmul_by(forward: Callable[[DTensor], Any], installed: Installed) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what multiplies by a forward of a layer that takes and gives DTensors, without its collectives."""
+def matmul_by(
+    forward: Callable[[DTensor], Any], installed: Installed, watched: Any = None
+) -> Callable[..., torch.Tensor]:
+    """Return what multiplies by a forward of a layer that takes and gives DTensors, without its collectives.
+
+    watched: the module, if its forward may leave the product with its weight to the collectives; the function then
+    takes, after its input, the product of that and the weight, if it has been multiplied.
+    """
     mesh, column = installed.mesh, installed.kind == "column"
 
-    def own_matmul(x: torch.Tensor) -> torch.Tensor:
-        given = replicated(x, mesh) if column else DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)
-        y: Any = forward(given)
+    def own_matmul(x: torch.Tensor, product: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            given = x
+        elif column:
+            given = replicated(x, mesh)
+        else:
+            given = DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)
+        with nullcontext() if watched is None else BaseForward(watched, installed.kind or "", given, product):
+            y: Any = forward(given)
         if not isinstance(y, DTensor):
             return torch.as_tensor(y)
         with torch._C.DisableTorchFunction():

@@ -249,6 +249,10 @@ class Framework(ABC):
             raise UnmetRequestError(f"COC_STRICT=1: {text}")
         self._log_once(text, here=not dist.is_initialized() or dist.get_rank() == 0)
 
+    def note(self, text: str) -> None:
+        """Log a text once, on rank 0."""
+        self._log_once(text, here=dist.get_rank() == 0)
+
     def _log_once(self, text: str, *, here: bool) -> None:
         """Note a text for the checks and, if `here`, log it; once."""
         if text not in self._logged:

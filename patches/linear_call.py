@@ -61,6 +61,8 @@ class LinearCall:
     own_matmul
         What the program has put in place of the matmul, maybe on this rank alone: takes the whole local input, and
         returns the product with the bias, before a row layer's sum. None: nothing.
+    takes_product
+        Whether `own_matmul` takes, as a second argument, what a column layer's gather has multiplied, or None.
     module_weight
         Of a row layer that multiplies with a kernel of its own, which adds this rank's part of the bias, and has no
         backward. Of `weight` the shape, dtype and device count then. None: the layer multiplies with `weight`.
@@ -90,7 +92,8 @@ class LinearCall:
     enter: Callable[[torch.Tensor], torch.Tensor] | None = None
     finish: Callable[[torch.Tensor], Any] | None = None
     x_dtensor: DTensor | None = None
-    own_matmul: Callable[[torch.Tensor], torch.Tensor] | None = None
+    own_matmul: Callable[..., torch.Tensor] | None = None
+    takes_product: bool = False
     module_weight: ModuleWeight | None = None
     reduce_input_grad: bool = True
     parts: tuple[int, ...] = ()
@@ -263,16 +266,17 @@ def _around(
     call: LinearCall,
     x: torch.Tensor,
     layer: ParallelLinear,
-    own_matmul: Callable[[torch.Tensor], torch.Tensor],
+    own_matmul: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Run the collectives of a call with input x around the program's own matmul."""
     # A check looks for the gradients of the call's operands.
     in_place = framework.verifier is not None and call.beside is None
     own_weight = _weight_in_place(call, call.weight) if in_place else nullcontext()
     if call.kind == "column":
-        x = entered(x, call.weight, layer, call.sequence_dim)
+        products: list[torch.Tensor] | None = [] if call.takes_product else None
+        x = entered(x, call.weight, layer, call.sequence_dim, products)
         with own_weight:
-            return own_matmul(x)
+            return own_matmul(x, *products) if products else own_matmul(x)
     with torch._C.DisableTorchFunction():
         x = whole(x)
     with own_weight:
@@ -280,12 +284,24 @@ def _around(
     return left(y, x, call.weight, layer, call.sequence_dim)
 
 
-def entered(x: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, sequence_dim: int | None) -> torch.Tensor:
-    """Return the whole input of a column layer's matmul, unseen by modes of the program; as in `LinearCall`."""
+def entered(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    layer: ParallelLinear,
+    sequence_dim: int | None,
+    products: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the whole input of a column layer's matmul, unseen by modes of the program; as in `LinearCall`.
+
+    products: as of `enter_column`.
+    """
     with torch._C.DisableTorchFunction():
         if sequence_dim != 1:
-            return enter_column(x, weight, layer)
-        return swapped(enter_column(swapped(x), weight, layer))
+            return enter_column(x, weight, layer, products)
+        whole_x = swapped(enter_column(swapped(x), weight, layer, products))
+        if products:
+            products[:] = [y.transpose(0, 1).contiguous() for y in products]
+        return whole_x
 
 
 def left(

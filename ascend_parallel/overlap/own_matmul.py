@@ -2,7 +2,8 @@
 
 A program may put a function of its own in place of a layer's matmul, on one rank alone: a monitor, a quantiser, a mode.
 The function gets and gives whole tensors, with gradients. Around it run the collectives of the overlapped layers, in
-their number, order and sizes, so that ranks without such a function go on as always. No matmul overlaps here.
+their number, order and sizes, so that ranks without such a function go on as always. A function may leave its product
+to the collective (ops/deferred.py), which multiplies it in chunks; no other matmul overlaps here.
 
 column  `enter` before the matmul: the identity, or with sequence parallelism the gather; backward sums dx
 row     `leave` after the matmul: the sum over ranks; with sequence parallelism backward gathers dy
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.deferred import DeferredProduct
 from ascend_parallel.ops.operators import (
     gathered_shape,
     run_all_gather_matmul,
@@ -33,16 +35,23 @@ from ascend_parallel.overlap.linear import row_forward
 from ascend_parallel.overlap.sequence_backward import start_column_backward
 
 
-def enter_column(x: torch.Tensor, weight_shard_n: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+def enter_column(
+    x: torch.Tensor,
+    weight_shard_n: torch.Tensor,
+    layer: ParallelLinear,
+    products: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Return the whole input [..., K] of a column layer's matmul; its gradient is this rank's part of the sum.
 
     x               [..., K], the same on every rank; with sequence parallelism [S / R, ..., K], this rank's rows
     weight_shard_n  [N / R, K]: only shape, dtype and whether it requires a gradient count
+    products        gets the product [..., N / R] of the gathered input and the weight, if there is a gather, without
+                    gradients: it is multiplied under the gather
     """
     x, weight, weight_grad = cast_by_autocast(x), cast_by_autocast(weight_shard_n), weight_shard_n.requires_grad
     if x.requires_grad:  # else backward has to come here for the weight's sake
         weight = weight.detach()
-    entered: torch.Tensor = _Enter.apply(x, weight, weight_grad, layer)  # type: ignore[no-untyped-call]
+    entered: torch.Tensor = _Enter.apply(x, weight, weight_grad, layer, products)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -63,7 +72,12 @@ def leave_row(
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_grad: bool, layer: ParallelLinear
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_grad: bool,
+        layer: ParallelLinear,
+        products: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         """Return x, or its gathered rows."""
         with in_forward(ctx, "column", x):
@@ -75,10 +89,13 @@ class _Enter(torch.autograd.Function):
                 return x.view_as(x)
             layer.about_to_communicate()
             group = layer.group
-            _, x_m = run_all_gather_matmul(
-                x, weight.t(), group, layer.settings, layout=TRANSPOSED, parts=layer.parts, multiplies=False
+            multiplies, w = products is not None, weight.detach().t()
+            y_m, x_m = run_all_gather_matmul(
+                x, w, group, layer.settings, layout=TRANSPOSED, parts=layer.parts, multiplies=multiplies
             )
             assert x_m is not None
+            if products is not None:
+                products.append(shaped(y_m, gathered_shape(x.shape, group.size(), w.shape[1])))
             return shaped(x_m, gathered_shape(x.shape, group.size(), x.shape[-1]))
 
     @staticmethod
@@ -87,9 +104,14 @@ class _Enter(torch.autograd.Function):
         """Return the sum of dx over ranks, or this rank's rows of it."""
         layer, (kept,) = ctx.layer.in_backward, ctx.saved_tensors
         if not (layer.sequence_parallel or layer.reduce_input_grad):
-            return dx, None, None, None
-        summed = _sum(layer, dx.contiguous(), kept, ctx.weight, ctx.needs_input_grad[0])
-        return None if summed is None else summed.view(ctx.shape), None, None, None
+            return dx, None, None, None, None
+        summed = _sum(layer, _product(dx), kept, ctx.weight, ctx.needs_input_grad[0])
+        return None if summed is None else summed.view(ctx.shape), None, None, None, None
+
+
+def _product(y: torch.Tensor) -> torch.Tensor:
+    """Return what a collective sums: rows that lie in order, or a product that it multiplies itself."""
+    return y.contiguous() if isinstance(y, DeferredProduct) and not y.multiplied else finished(y).contiguous()
 
 
 def _sum(
@@ -125,7 +147,7 @@ class _Leave(torch.autograd.Function):
         ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight, product.shape
         ctx.input_grad, ctx.dtype = input_grad, x.dtype
         with in_forward(ctx, "row", product):
-            return row_forward(x, weight, layer, finished(product).contiguous())
+            return row_forward(x, weight, layer, _product(product))
 
     @staticmethod
     @layer_backward("row")

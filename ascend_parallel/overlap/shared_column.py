@@ -62,12 +62,12 @@ class _SharedColumnLinear(torch.autograd.Function):
             return None, None if dy is None else weight_gradient_of(layer, gathered, dy), db, None
         layer.about_to_communicate()
         group, settings = layer.group, layer.settings
-        addend = None if dx is None else rows_of(dx.contiguous()).to(ctx.x_dtype)
-        options: dict[str, Any] = {"addend": addend}
+        addends = () if dx is None else (rows_of(dx.contiguous()).to(ctx.x_dtype),)
+        options: dict[str, Any] = {"addends": addends}
         left = dy
         if left is None:
-            assert dx is not None and addend is not None
-            left, options = addend.new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addend}
+            assert dx is not None
+            left, options = addends[0].new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addends[0]}
         with start_matmul_reduce_scatter(left, weight, group, settings, layout=ROW_MAJOR, **options) as pending:
             dw = None if dy is None else weight_gradient_of(layer, gathered, dy)
             dx_shard = pending.wait()

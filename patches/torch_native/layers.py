@@ -20,7 +20,6 @@ from ascend_parallel.patches.dtensor_linear import (
     INSTALLED,
     Installed,
     InstalledLayers,
-    matmul_by,
     positive,
     replicated,
 )
@@ -219,8 +218,6 @@ def _run(
         y: torch.Tensor = inner(given_to_torch).redistribute(placements=[given]).to_local()
         return y
 
-    if (replaced := installed.replaced(module)) is not None:
-        framework.log_replaced(module, replaced)
     bias = module.bias
     if bias is not None:  # the bias of a row layer is added to this rank's rows
         partial = [Partial()] if not column and dim is not None and not framework.settings.at_every_degree else None
@@ -235,7 +232,7 @@ def _run(
         original=original,
         sequence_dim=dim,
         x_dtensor=x,
-        own_matmul=None if replaced is None else matmul_by(inner, installed),
+        **installed.own_matmul(module, inner, beside_others=gather is not None and gather.classes),
     )
     if column and gather is not None:
         y = gather.run(call)

@@ -50,11 +50,14 @@ class SharedGather:
 
     x
         The DTensor as its ranks hold it, cut along the rows.
+    classes
+        Whether a column layer is of another class than torch.nn.Linear: all then read one DTensor, whose gradients
+        torch adds in the order of a plain run.
     """
 
-    def __init__(self, x: DTensor, framework: Framework, first: Any, sequence_dim: int) -> None:
+    def __init__(self, x: DTensor, framework: Framework, first: Any, sequence_dim: int, classes: bool = False) -> None:
         """Nothing has been gathered; the column layer `first` decides about the collectives, whoever reads first."""
-        self.x = x
+        self.x, self.classes = x, classes
         self._framework, self._first, self._sequence_dim = framework, first, sequence_dim
         self._whole: DTensor | None = None
         self._rows: dict[tuple[bool, torch.dtype], tuple[Any, torch.Tensor]] = {}
@@ -65,6 +68,10 @@ class SharedGather:
         Rows that were gathered without gradients, or in autocast's dtype, are for such calls alone. The layer that
         came first gathers again when it is called again: recompute then saves what the forward has saved.
         """
+        if self.classes and call.own_matmul is not None:
+            products: list[torch.Tensor] = []
+            rows = self.whole(products if call.takes_product and call.layer is self._first else None)
+            return call.own_matmul(rows, *products)
         key = (torch.is_grad_enabled() and self.x.requires_grad, operand_dtype(call.x))
         first, rows = self._rows.get(key, (None, None))
         y = None
@@ -73,8 +80,13 @@ class SharedGather:
         self._rows[key] = (first or call.layer, rows)
         return _reading(self._framework, call, rows) if y is None else y
 
-    def _gathered(self, call: LinearCall | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the output of the call, if the gather runs under its matmul, and the gathered rows."""
+    def _gathered(
+        self, call: LinearCall | None, products: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the output of the call, if the gather runs under its matmul, and the gathered rows.
+
+        products: gets the product with the first layer's weight, as of `enter_column`.
+        """
         framework, first = self._framework, self._first
         weight, x = first.weight.to_local(), DTensor.to_local(self.x)
         group, chunks = framework.prepare(first, "column", x, weight, sequence_parallel=True)
@@ -91,15 +103,15 @@ class SharedGather:
             sequence_parallel=True,
             before_communicating=framework.confirm(group),
         )
-        return None, entered(x, weight.detach(), layer, self._sequence_dim)
+        return None, entered(x, weight.detach(), layer, self._sequence_dim, products)
 
-    def whole(self) -> DTensor:
-        """Return the gathered DTensor, for other readers than the layers."""
+    def whole(self, products: list[torch.Tensor] | None = None) -> DTensor:
+        """Return the gathered DTensor, for other readers than the layers; `products` as of `_gathered`."""
         if self._whole is None:
             key = (self.x.requires_grad, self.x.dtype)
             if key not in self._rows:
                 with torch.set_grad_enabled(self.x.requires_grad):
-                    self._rows[key] = (None, self._gathered(None)[1])
+                    self._rows[key] = (None, self._gathered(None, products)[1])
             with torch.set_grad_enabled(self.x.requires_grad):
                 self._whole = replicated(self._rows[key][1], self.x.device_mesh)
         return self._whole

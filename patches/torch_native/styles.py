@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers
+from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers, calls_linear, is_linear
 from ascend_parallel.patches.norms import install_norm, run_norm
 from ascend_parallel.patches.torch_native.layers import (
     LEFT,
@@ -50,8 +50,8 @@ def followed_by(install_on: Callable[[Any, Any, Any], None], original: Function)
 
 def install_column(style: Any, module: Any, mesh: Any) -> None:
     """Put the overlapped forward on a layer of ColwiseParallel."""
-    if type(module) is torch.nn.Linear:
-        reason = _same_style(style, "ColwiseParallel")
+    if isinstance(module, torch.nn.Linear):
+        reason = _same_style(style, "ColwiseParallel") or _computes_otherwise(module)
         if style.desired_input_layouts != (Replicate(),):
             reason = f"its style wants the input as {style.desired_input_layouts}"
         install(module, InstalledByStyle(in_force=IN_FORCE, kind="column", mesh=mesh, reason=reason))
@@ -59,8 +59,8 @@ def install_column(style: Any, module: Any, mesh: Any) -> None:
 
 def install_row(style: Any, module: Any, mesh: Any) -> None:
     """Put the overlapped forward on a layer of RowwiseParallel."""
-    if type(module) is torch.nn.Linear:
-        reason = _same_style(style, "RowwiseParallel")
+    if isinstance(module, torch.nn.Linear):
+        reason = _same_style(style, "RowwiseParallel") or _computes_otherwise(module)
         (output,) = style.output_layouts
         if output != Replicate() and type(output) is not Shard:
             reason = f"its style wants the output as {output}"
@@ -207,7 +207,8 @@ def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
     if not columns or any(found.left_alone(each) or found.sharded_twice(each) for each, found in columns):
         return None
     whole_x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (layout,), run_check=False)
-    return SharedGather(whole_x, framework, columns[0][0], dim)
+    classes = any(not is_linear(type(each)) for each, _ in columns)
+    return SharedGather(whole_x, framework, columns[0][0], dim, classes)
 
 
 def _runs_compiled(module: Any) -> bool:
@@ -227,6 +228,10 @@ def _columns_of(module: Any) -> list[tuple[Any, InstalledByStyle]]:
     """Return the column layers of a module, each with what a style installed on it."""
     installed = ((each, installed_by_style(each)) for each in module.modules())
     return [(each, found) for each, found in installed if found is not None and found.kind == "column"]
+
+
+def _computes_otherwise(module: Any) -> str | None:
+    return None if calls_linear(type(module)) else "its class does not call torch.nn.Linear's forward"
 
 
 def _same_style(style: Any, name: str) -> str | None:

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
-from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers, is_linear, matmul_by
+from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers, is_linear, replaced_below
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.patches.norms import install_norm, run_norm
 
@@ -38,6 +38,8 @@ class InstalledByPlan(Installed):
         Whether a column layer's style gathers the features of its output.
     splits
         Whether a row layer's style takes this rank's part of an input that is whole on every rank.
+
+    The style calls the forward that the module had when it was installed: that of its class of then.
     """
 
     gathers: bool = False
@@ -48,6 +50,10 @@ class InstalledByPlan(Installed):
         if getattr(module, "_hf_quantized_needs_local_tp", False):
             return "it is quantised"
         return super().left_alone(module)
+
+    def replaced(self, module: Any) -> str | None:
+        """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
+        return replaced_below()
 
 
 def install_forward(original: Function) -> Function:
@@ -142,8 +148,11 @@ def _run(
     if reason is not None or not isinstance(x, torch.Tensor):
         framework.log_uncovered(module, reason or "")
         return inner(*args, **kwargs)
-    if (replaced := installed.replaced(module)) is not None:
-        framework.log_replaced(module, replaced)
+    if not is_linear(type(module)):
+        name = full_name(type(module))
+        framework.note(
+            f"the tp_plan calls torch.nn.Linear's forward of layers that are {name} now, and not {name}'s own"
+        )
     call = LinearCall(
         layer=module,
         kind=installed.kind or "",
@@ -153,7 +162,7 @@ def _run(
         parameter=module.weight,
         original=inner if not installed.splits else lambda part: inner(_placed(part, installed, Shard(-1))),
         finish=(lambda y: _moved(y, installed, Shard(-1), Replicate())) if installed.gathers else None,
-        own_matmul=None if replaced is None else matmul_by(below, installed),
+        **installed.own_matmul(module, below),
     )
     return inner(x) if too_few_rows(framework, call) else run_linear(framework, call)
 

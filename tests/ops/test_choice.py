@@ -57,7 +57,11 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
 )
 def test_calls_too_narrow_to_gain_stay_whole(operator, k, n, chunks):
     call = Problem(operator, 4096, k, n, torch.bfloat16, "cpu", 2)
-    for settings in (Settings(num_chunks=4), Settings(num_chunks=4, deterministic=True), Settings(num_chunks=4, strict=True)):
+    for settings in (
+        Settings(num_chunks=4),
+        Settings(num_chunks=4, deterministic=True),
+        Settings(num_chunks=4, strict=True),
+    ):
         choice = choose(call, settings)
         assert len(choice.sizes) == chunks
         assert choice.unmet == ""

@@ -157,9 +157,7 @@ def left(group, path):
 
 def test_what_is_not_covered_runs_as_it_is(ranks, path):
     for on, off, different in ranks(2).run(left, path("Llama")):
-        assert on.startswith("13 of 15 linear layers covered (")
-        assert "1 Adapted: its class is test_transformers.Adapted now" in on
-        assert "1 Linear: planted" in on
+        assert on == "14 of 15 linear layers covered (1 Linear: planted)"  # a tp_plan never calls Adapted's forward
         assert off.startswith("0 of 15 linear layers covered (")
         assert "overlap is switched off" in off
         assert different == []

@@ -1,0 +1,243 @@
+"""LoRA on tensor-parallel layers: by class swap, and by wrappers whose collectives are as narrow as the rank."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hugging_face import both, unequal, worst
+from marks import promise
+from pool import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch_parallel import decoder, parallel, step
+
+import ascend_parallel
+from ascend_parallel.ops import COUNTS
+
+RANK = 8
+COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
+
+
+class LoRALinear(nn.Linear):
+    """The layer's product and that of each adapter, as torchtitan writes it."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        for name in self.adapters:
+            a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
+            y = y + 0.5 * F.linear(F.linear(self.given(x), a), b)
+        return y
+
+    def given(self, x):
+        return x
+
+
+def add_adapters(layer, kind, adapters=("first",), mesh=None, frozen=True):
+    """Make a linear layer one with adapters; with a mesh its parameters are DTensors."""
+    layer.__class__ = kind
+    layer.adapters = adapters
+    layer.weight.requires_grad_(not frozen)
+    column = mesh is not None and layer.weight.placements == (Shard(0),)
+    places = (Replicate(), Shard(0)) if column else (Shard(1), Replicate())
+    for name in adapters:
+        for part, shape, place in (
+            ("a", (RANK, layer.in_features), places[0]),
+            ("b", (layer.out_features, RANK), places[1]),
+        ):
+            value = torch.randn(shape) / shape[1] ** 0.5
+            value = value if mesh is None else distribute_tensor(value, mesh, [place])
+            setattr(layer, f"{name}_{part}", nn.Parameter(value))
+
+
+def adapted(model, kind=LoRALinear, names=COLUMNS + ROWS, **options):
+    """Freeze a decoder, and give its layers adapters."""
+    torch.manual_seed(5)
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            add_adapters(layer, kind, **options)
+    return model
+
+
+def compared(model, whole_model):
+    """Return the names whose bits differ from plain, the counts of a step, the coverage, and the worst error."""
+    COUNTS.clear()
+    plain, overlapped = both(model, step)
+    counts = COUNTS.as_dict()
+    ascend_parallel.configure(num_chunks=4)
+    covered = str(ascend_parallel.coverage(model))
+    ascend_parallel.configure(num_chunks=1)
+    return unequal(plain, overlapped), counts, covered, worst(overlapped, step(whole_model))
+
+
+def swapped_after_styles(group, plan, options):
+    ascend_parallel.configure(num_chunks=4)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, **options)
+    return compared(model, adapted(decoder(layers=1), **options))
+
+
+# The operators of a step: calls, and chunks that are multiplied under the last chunk's collective. What a row layer's
+# backward gathers is read by its adapters first.
+PLANS = {
+    "plain": {"matmul_all_reduce": (7, 28)},
+    "sequence": {"all_gather_matmul": (5, 12), "matmul_reduce_scatter": (5, 20)},
+    "layers": {"all_gather_matmul": (8, 24), "matmul_reduce_scatter": (8, 32)},
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("plain", {"adapters": ("first", "second")}),
+        ("sequence", {}),
+        ("sequence", {"adapters": ("first", "second"), "frozen": False}),
+        ("sequence", {"names": ("wk", "wo", "w3")}),  # beside layers of torch's own class
+        ("layers", {}),
+        pytest.param("plain", {"frozen": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_class_swap_after_styles_is_overlapped(ranks, plan, options):
+    for different, counts, covered, (error, where) in ranks(2).run(swapped_after_styles, plan, options):
+        assert different == []
+        assert error < 2e-5, where
+        assert covered.startswith("7 of 8" if plan == "plain" else "8 of 8"), covered
+        for operator, (calls, chunks) in PLANS[plan].items():
+            found = counts[operator]
+            assert (found["calls"], found["collectives"]) == (calls, 4 * calls)
+            assert found["chunks"] == chunks or "names" in options
+
+
+@pytest.mark.slow
+def test_class_swaps_on_four_ranks(ranks):
+    for _, counts, _, (error, where) in ranks(4).run(swapped_after_styles, "sequence", {}):
+        assert error < 2e-5, where
+        assert counts["matmul_reduce_scatter"] == {"calls": 5, "chunks": 15, "collectives": 15}  # 48 rows a rank
+
+
+def swapped_before_styles(group, plan):
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(adapted(decoder(layers=1)), init_device_mesh("cpu", (group.size(),)), plan)
+    return compared(model, adapted(decoder(layers=1)))
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_a_class_swap_before_styles_is_overlapped(ranks, plan):
+    for different, counts, covered, (error, where) in ranks(2).run(swapped_before_styles, plan):
+        assert different == []
+        assert error < 2e-5, where
+        assert covered.startswith("7 of 8" if plan == "plain" else "8 of 8"), covered
+        assert {name: (count["calls"], count["chunks"]) for name, count in counts.items()} == PLANS[plan]
+
+
+class Dropped(LoRALinear):
+    """Drops elements before the adapters, alike on all ranks, and computes what a run without adapters does not."""
+
+    def given(self, x):
+        torch.manual_seed(len(self.adapters) + self.in_features)
+        return F.dropout(x, 0.1)
+
+
+class AddsFirst(LoRALinear):
+    def forward(self, x):
+        a, b = self.first_a, self.first_b
+        return F.linear(F.linear(x, a), b) + super().forward(x)
+
+
+class InPlace(LoRALinear):
+    def forward(self, x):
+        y = super().forward(x)
+        y += F.linear(F.linear(x, self.first_a), self.first_b)
+        return y
+
+
+class Scaled(LoRALinear):
+    """Reads the product itself, twice."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 1.5 + y
+
+
+class Otherwise(LoRALinear):
+    """Does not call the layer's own product with the layer's weight: merged."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight + self.first_b @ self.first_a)
+
+
+class Disabled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def checkpointed(model):
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.layers:
+        own = block.forward
+        block.forward = functools.partial(checkpoint, own, use_reentrant=False)
+    return model
+
+
+def unusual(group, plan):
+    """Return the names whose bits differ from plain, for each class."""
+    mesh, found = init_device_mesh("cpu", (group.size(),)), {}
+    for kind in (Dropped, AddsFirst, InPlace, Scaled, Disabled, "checkpointed"):
+        ascend_parallel.configure(num_chunks=4)
+        model = parallel(decoder(layers=1), mesh, plan)
+        model = adapted(model, mesh=mesh, kind=LoRALinear if kind == "checkpointed" else kind)
+        if kind == "checkpointed":
+            model = checkpointed(model)
+        found[str(kind)] = unequal(*both(model, step))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_what_adapters_do_keeps_the_bits(ranks, plan):
+    for found in ranks(2).run(unusual, plan):
+        assert {name: different for name, different in found.items() if different} == {}
+
+
+def swapped_on_one_rank(group, plan):
+    """Return the worst error and the collectives of a step, rank 1 alone with layers of another class."""
+    ascend_parallel.configure(num_chunks=4)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    model = parallel(decoder(layers=1), mesh, plan)
+    ascend_parallel.configure(num_chunks=1)
+    plain = step(model)
+    ascend_parallel.configure(num_chunks=4)
+    if group.rank() == 1:
+        for name, layer in model.named_modules():
+            if name.rpartition(".")[2] in COLUMNS + ROWS:
+                layer.__class__ = Disabled
+    COUNTS.clear()
+    overlapped = step(model)
+    ascend_parallel.configure(num_chunks=1)
+    return unequal(plain, overlapped), {name: count["collectives"] for name, count in COUNTS.as_dict().items()}
+
+
+@promise("one-rank-habits")
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_a_class_swap_on_one_rank_changes_no_collective(ranks, plan):
+    (first, counts), (second, others) = ranks(2).run(swapped_on_one_rank, plan)
+    assert counts == others
+    if plan == "plain":  # of a shared gather the sums of gradients have another order on that rank
+        assert first == second == []
+
+
+@on_ranks(2)
+def test_an_input_that_changes_before_the_sum_is_refused(group):
+    class Changes(LoRALinear):
+        def forward(self, x):
+            y = super().forward(x)
+            x.mul_(2)
+            return y
+
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, kind=Changes, names=("wo",))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="an operand of shape .* was changed in place before"):
+        model(torch.zeros(2, 96, dtype=torch.long))
