@@ -133,7 +133,9 @@ def matmul_reduce_scatter(
     row_tile: int = 0,
     addends: Sequence[torch.Tensor] = (),
 ) -> Pending:
-    """Start ``y_shard_m = reduce_scatter(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N]; pending [M / R, N].
+    """Start ``y_shard_m = reduce_scatter(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N].
+
+    Pending [M / R, N].
 
     Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
     result in place.

@@ -43,6 +43,8 @@ class DeferredProduct(UnfinishedTensor):
     w: torch.Tensor
     addends: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
+    _versions: list[int]
+    _product: torch.Tensor | None
 
     @staticmethod
     def __new__(  # type: ignore[misc]
@@ -55,7 +57,7 @@ class DeferredProduct(UnfinishedTensor):
         """Hold the operands, which must stay as they are; the addends lie as x does."""
         size, columns = (*x.shape[:-1], w.shape[1]), w.shape[1]
         strides = tuple(stride // x.shape[-1] * columns for stride in x.stride()[:-1])
-        made: DeferredProduct = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
+        made: DeferredProduct = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=(*strides, 1), dtype=x.dtype, device=x.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -81,7 +83,7 @@ class DeferredProduct(UnfinishedTensor):
         return self._product is not None
 
     @property
-    def _value(self) -> torch.Tensor:  # type: ignore[override]
+    def _value(self) -> torch.Tensor:
         """The product, multiplied whole."""
         if self._product is None:
             with without_grad_and_modes(torch.is_inference_mode_enabled()):

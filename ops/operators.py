@@ -92,8 +92,8 @@ class OperatorCall(NamedTuple):
     parts
         Of a fused weight, as in `Problem`.
     product
-        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then. A `DeferredProduct`
-        brings operands of its own, which the kernel multiplies.
+        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then. A
+        `DeferredProduct` brings operands of its own, which the kernel multiplies.
     """
 
     operator: str

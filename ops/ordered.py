@@ -11,6 +11,7 @@ holds two chunks of R partial results beside the result.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist

@@ -33,8 +33,8 @@ FUSED = ("npu", "shm")
 # Number of chunks if a fused kernel was requested, none can run, and COC_PARALLEL_NUM is 1.
 CHUNKS_INSTEAD_OF_FUSED = 4
 
-# The features of a narrow collective: as many as an adapter's rank (LoRA's is 4 to 256), fewer than a model's width, and
-# at most this share of the features on the matmul's other side.
+# A narrow collective has as many features as an adapter's rank (LoRA's is 4 to 256), fewer than a model is wide, and at
+# most one part in so many of the features on the matmul's other side.
 NARROW = 256
 NARROW_SHARE = 4
 

@@ -62,7 +62,7 @@ class _SharedColumnLinear(torch.autograd.Function):
             return None, None if dy is None else weight_gradient_of(layer, gathered, dy), db, None
         layer.about_to_communicate()
         group, settings = layer.group, layer.settings
-        addends = () if dx is None else (rows_of(dx.contiguous()).to(ctx.x_dtype),)
+        addends = [] if dx is None else [rows_of(dx.contiguous()).to(ctx.x_dtype)]
         options: dict[str, Any] = {"addends": addends}
         left = dy
         if left is None:

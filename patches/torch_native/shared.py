@@ -70,8 +70,8 @@ class SharedGather:
         """
         if self.classes and call.own_matmul is not None:
             products: list[torch.Tensor] = []
-            rows = self.whole(products if call.takes_product and call.layer is self._first else None)
-            return call.own_matmul(rows, *products)
+            whole = self.whole(products if call.takes_product and call.layer is self._first else None)
+            return call.own_matmul(whole, *products)
         key = (torch.is_grad_enabled() and self.x.requires_grad, operand_dtype(call.x))
         first, rows = self._rows.get(key, (None, None))
         y = None

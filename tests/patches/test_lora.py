@@ -5,8 +5,10 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_training import megatron
 from hugging_face import both, unequal, worst
 from marks import promise
+from megatron_cpu import next_token_loss, small_gpt
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -239,5 +241,98 @@ def test_an_input_that_changes_before_the_sum_is_refused(group):
     mesh = init_device_mesh("cpu", (group.size(),))
     ascend_parallel.configure(num_chunks=4)
     model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, kind=Changes, names=("wo",))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="an operand of shape .* was changed in place before"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"an operand of shape .* was changed in place before"):
         model(torch.zeros(2, 96, dtype=torch.long))
+
+
+class AdaptedLinear(nn.Module):
+    """A wrapper of a layer of Megatron-core, with adapters as PEFT's LoraParallelLinear has them."""
+
+    def __init__(self, base, layers, column):
+        super().__init__()
+        self.base_layer = base
+        options = {"config": base.config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
+        if column:
+            self.a = nn.Linear(base.input_size, RANK, bias=False)
+            self.b = layers.ColumnParallelLinear(RANK, base.output_size, **options)
+        else:
+            self.a = layers.RowParallelLinear(base.input_size, RANK, input_is_parallel=True, **options)
+            self.b = nn.Linear(RANK, base.output_size, bias=False)
+        with torch.no_grad():
+            for part in self.parameters():
+                if part.numel() < base.weight.numel():
+                    part.normal_(generator=torch.Generator().manual_seed(part.numel()), std=0.2)
+
+    def forward(self, x):
+        y, bias = self.base_layer(x)
+        return y + narrow(self.a, self.b, x), bias
+
+
+def narrow(a, b, x):
+    for part in (a, b):
+        x = part(x)
+        x = x[0] if isinstance(x, tuple) else x
+    return x
+
+
+def by_class(layers):
+    """Return the classes whose forward adds what `a` and `b`, lists that are no modules, give."""
+
+    def forward(self, x):
+        y, bias = super(type(self), self).forward(x)
+        return y + narrow(*self.adapter, x), bias
+
+    return {
+        base: type(f"LoRA{base.__name__}", (base,), {"forward": forward})
+        for base in (layers.ColumnParallelLinear, layers.RowParallelLinear)
+    }
+
+
+def of_megatron(group, sequence_parallel, swaps):
+    """Return the names whose bits differ from plain, the counts, and the coverage."""
+    from megatron.core.tensor_parallel import layers
+
+    with megatron(group.size()):
+        ascend_parallel.configure(num_chunks=4)
+        model = small_gpt(num_layers=1, hidden=256, sequence_parallel=sequence_parallel)
+        classes = by_class(layers)
+        for parent in [*model.modules()]:
+            for name, layer in [*parent.named_children()]:
+                if type(layer) in classes and name != "output_layer":
+                    adapter = AdaptedLinear(layer, layers, type(layer) is layers.ColumnParallelLinear)
+                    if swaps:
+                        layer.adapter = (adapter.a, adapter.b)
+                        layer.__class__ = classes[type(layer)]
+                    else:
+                        setattr(parent, name, adapter)
+
+        def train(model):
+            model.zero_grad(set_to_none=True)
+            loss = next_token_loss(model, torch.randint(256, (4, 65), generator=torch.manual_seed(1)))
+            loss.backward()
+            found = {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
+            return {"loss": loss.detach(), **found}
+
+        COUNTS.clear()
+        plain, overlapped = both(model, train)
+        counts = COUNTS.as_dict()
+        ascend_parallel.configure(num_chunks=4)
+        return unequal(plain, overlapped), counts, str(ascend_parallel.coverage(model))
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["wrapper", "class"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_narrow_collectives_of_adapters_on_megatron_stay_whole(ranks, sequence_parallel, swaps):
+    """A layer of four layers with adapters, and the output layer; an adapter has one collective, or with SP two."""
+    for different, counts, covered in ranks(2).run(of_megatron, sequence_parallel, swaps):
+        assert different == []
+        calls = {name: count["calls"] for name, count in counts.items()}
+        collectives = {name: count["collectives"] for name, count in counts.items()}
+        if sequence_parallel:  # bases: 3 gathers and 2 scatters in forward, the same in backward
+            assert calls == {"all_gather_matmul": 5 + 4, "matmul_reduce_scatter": 5 + 4}
+            assert collectives["matmul_reduce_scatter"] == 4 * 5 + 4
+        else:
+            assert calls == {"matmul_all_reduce": 5 + 4}
+            assert collectives == {"matmul_all_reduce": 4 * 5 + 4}
+        layers = "5 of 5 linear layers covered" if swaps else "9 of 9 linear layers covered; 4 replicated adapters"
+        assert covered.startswith(layers)
