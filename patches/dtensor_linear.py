@@ -196,7 +196,9 @@ class Installed:
 
     def replaced(self, module: Any) -> str | None:
         """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
-        if not calls_linear(type(module)):
+        framework = self.in_force.framework
+        in_tree = framework is not None and framework.settings.at_every_degree
+        if not (is_linear if in_tree else calls_linear)(type(module)):
             return f"its class is {full_name(type(module))} now"
         return replaced_below()
 
@@ -215,7 +217,7 @@ class Installed:
             framework.log_replaced(module, replaced)
         elif (is_linear(type(module)) or getattr(forward, "__func__", None) is _FORWARD) and not beside_others:
             return {}
-        watches = replaced is None and not framework.settings.at_every_degree
+        watches = replaced is None
         return {"own_matmul": matmul_by(forward, self, module if watches else None), "takes_product": watches}
 
     def _otherwise_sharded(self, module: Any) -> str | None:

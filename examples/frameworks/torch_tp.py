@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py
 COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py --sequence-parallel --dtype bfloat16
 COC_PARALLEL_NUM=4 torchrun --nproc-per-node 4 examples/frameworks/torch_tp.py --sequence-parallel --fsdp
+COC_PARALLEL_NUM=4 torchrun --nproc-per-node 2 examples/frameworks/torch_tp.py --sequence-parallel --lora 8
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from results import Results, dtype_of, gradients_of, options, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-args = options(__doc__, sequence_parallel=False, fsdp=False, checkpoint=False)
+args = options(__doc__, sequence_parallel=False, fsdp=False, checkpoint=False, lora=0)
 
 
 class Attention(nn.Module):
@@ -118,6 +119,30 @@ def parallelise(model: Decoder, mesh: torch.distributed.device_mesh.DeviceMesh) 
         parallelize_module(block, mesh, layer)
 
 
+class LoRALinear(nn.Linear):
+    """A frozen layer and an adapter of low rank, as torchtitan writes it."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output and the adapter's."""
+        return super().forward(x) + 2.0 * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def add_adapters(model: Decoder, mesh: torch.distributed.device_mesh.DeviceMesh) -> None:
+    """Train adapters of rank --lora alone: every linear layer of a decoder layer gets one."""
+    model.requires_grad_(requires_grad=False)
+    for layer in [layer for layer in model.layers.modules() if isinstance(layer, nn.Linear)]:
+        layer.__class__ = LoRALinear
+        column = layer.weight.placements == (Shard(0),)
+        a, b = (Replicate(), Shard(0)) if column else (Shard(1), Replicate())
+        down = torch.randn(args.lora, layer.in_features, dtype=layer.weight.dtype) / layer.in_features**0.5
+        up = torch.randn(layer.out_features, args.lora, dtype=layer.weight.dtype) * 0.02
+        layer.lora_a = nn.Parameter(distribute_tensor(down, mesh, [a]))
+        layer.lora_b = nn.Parameter(distribute_tensor(up, mesh, [b]))
+
+
 def main() -> None:
     """Train some steps."""
     dist.init_process_group("gloo")
@@ -127,6 +152,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Decoder().to(dtype_of(args))
     parallelise(model, mesh["tp"])
+    if args.lora:
+        add_adapters(model, mesh["tp"])
     if args.fsdp:
         for block in model.layers:
             fully_shard(block, mesh=mesh["dp"])

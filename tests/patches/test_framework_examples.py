@@ -22,6 +22,7 @@ COMPARE = FOLDER / "compare.py"
         ("transformers_tp", "-- --accelerate"),
         ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp --dtype bfloat16"),
         ("torch_tp", "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint"),
+        ("torch_tp", "-- --sequence-parallel --lora 8"),
         ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
         ("long_sequence", "-- --rows 512 --dtype bfloat16"),
     ],

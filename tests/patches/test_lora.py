@@ -245,6 +245,16 @@ def test_an_input_that_changes_before_the_sum_is_refused(group):
         model(torch.zeros(2, 96, dtype=torch.long))
 
 
+@on_ranks(2)
+def test_a_class_swap_has_no_tree(group):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4, deterministic="tp")
+    model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, names=("wo",))
+    with pytest.raises(ascend_parallel.ops.DegreeError, match=r"its class is test_lora\.LoRALinear now"):
+        model(torch.zeros(2, 96, dtype=torch.long))
+    ascend_parallel.configure(num_chunks=1, deterministic=False)
+
+
 class AdaptedLinear(nn.Module):
     """A wrapper of a layer of Megatron-core, with adapters as PEFT's LoraParallelLinear has them."""
 
