@@ -6,6 +6,7 @@
 It knows nothing of overlap.
 """
 
+import argparse
 import os
 
 import torch
@@ -32,9 +33,12 @@ def batch(step: int) -> torch.Tensor:
 
 def main() -> None:
     """Train, and print every digit of the losses."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=STEPS)
+    steps = parser.parse_args().steps
     model = load()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(steps):
         tokens = batch(step)
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()

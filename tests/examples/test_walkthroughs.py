@@ -52,11 +52,12 @@ def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
 @pytest.mark.slow
 def test_a_hugging_face_user_gets_the_same_losses_overlapped_and_planned(tmp_path):
     printed = walk("examples/for_hugging_face_users/README.md", tmp_path)
-    _, alone, plain, overlapped, verified, _, planned, _ = printed
+    _, alone, plain, overlapped, verified, _, planned, _, tried = printed
     assert len(losses(alone)) == 4
     assert losses(plain) == losses(overlapped) == losses(verified)
     assert "overlap is on" not in plain
     assert "15 of 15 linear layers covered" in overlapped
+    assert "15 of 15 linear layers covered" in tried and "exposed " in tried
     assert "120 checks of 15 layers, 0 over the limit" in verified
     for parallel in (plain, planned):
         assert as_numbers(parallel) == pytest.approx(as_numbers(alone), rel=1e-5)
