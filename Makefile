@@ -37,8 +37,8 @@ lint: $(VENV)/ready  ## ruff, mypy and the arrows between rooms, as CI runs them
 docs: $(VENV)/ready  ## the documentation as a site in build/site; a broken link, heading or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-pages: $(VENV)/ready  ## every page that a command writes, looked at in chromium: CHROMIUM=<program>, or installed
-	$(BIN)/python -m pytest tests/cli/test_pages_in_browser.py $(ARGS)
+pages: $(VENV)/ready  ## every page that a command writes, and the site's search and code, in chromium: CHROMIUM=<program>, or installed
+	$(BIN)/python -m pytest tests/cli/test_pages_in_browser.py tests/docs/test_site.py $(ARGS)
 
 stress: $(VENV)/ready  ## longer tests: random shapes and ranks, many rounds, other examples of property tests
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "stress or hypothesis" $(ARGS)

@@ -80,11 +80,14 @@ def _with_folders(nav: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie outside of docs/."""
+    """Add the pages that lie outside of docs/, and the site's own script and style."""
     for name, page in ELSEWHERE.items():
         added = File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
         added.edit_uri = f"../{name}"
         files.append(added)
+    for name in ("iframe-worker.js", "site.css"):
+        content = (ROOT / "docs" / "site" / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, f"assets/{name}", content=content))
     return files
 
 

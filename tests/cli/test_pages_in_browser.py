@@ -88,7 +88,7 @@ def fits(page, picture):
 def test_every_page_of_the_package_is_looked_at_here():
     """A new template, or a new option that writes a page or a picture, belongs into this file."""
     templates = {file.name for file in (ROOT / "ascend_parallel").rglob("*.jinja")}
-    assert templates == {"page.html.jinja", "picture.svg.jinja", "report.html.jinja"}
+    assert templates == {"lanes.html.jinja", "page.html.jinja", "picture.svg.jinja", "report.html.jinja"}
     commands = typer.main.get_command(app).commands
     options = {
         (name, option.opts[0])
@@ -98,7 +98,8 @@ def test_every_page_of_the_package_is_looked_at_here():
     }
     # matplotlib draws --plot and timeline.png, and fits its text itself (layout="constrained").
     charts = {("bench", "--plot"), ("timeline", "--png"), ("timeline", "--open")}
-    assert options - charts == {("propagate", "--html"), ("strategy", "--html"), ("strategy", "--schedule")}
+    pages = {("predict", "--html"), ("propagate", "--html"), ("strategy", "--html"), ("strategy", "--schedule")}
+    assert options - charts == pages
 
 
 def test_the_page_of_126_layers_with_long_names_fits_the_window(tmp_path):
@@ -142,6 +143,14 @@ def test_the_page_of_a_plan_fits_the_window(tmp_path, mesh):
     done = CliRunner().invoke(app, ["propagate", MODEL, "--mesh", mesh, "--html", str(page), "--brief"])
     assert done.exit_code == 0, done.output
     fits(page, picture)
+
+
+def test_the_lanes_of_a_step_fit_the_window(tmp_path):
+    page = tmp_path / "lanes.html"
+    written(
+        tmp_path, "predict", "--model", "llama2-70b", "--tp", "8", "--pp", "4", "--hardware", "910b", "--html", page
+    )
+    fits(page, tmp_path / "lanes.png")
 
 
 def test_the_look_finds_what_sticks_out(tmp_path):

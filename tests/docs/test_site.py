@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import browse, chromium, probe_of
 
 from ascend_parallel import timeline
 
@@ -32,6 +33,8 @@ NEEDS_MKDOCS = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
     reason="mkdocs and mkdocstrings are not installed",
 )
+
+NEEDS_CHROMIUM = pytest.mark.skipif(chromium() is None, reason="no chromium: install one, or name it in CHROMIUM")
 
 
 def page_of_api(name):
@@ -86,21 +89,86 @@ def build(tree, *added):
             (tree / page).write_text(text)
 
 
-@pytest.mark.slow
-@NEEDS_MKDOCS
-def test_the_site_is_built_strictly_with_all_names(tree):
+@pytest.fixture(scope="module")
+def site(tree, tmp_path_factory):
+    """The built site."""
     ended = build(tree)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    site = tree / "build" / "site"
+    return Path(shutil.move(tree / "build" / "site", tmp_path_factory.mktemp("site")))
+
+
+@pytest.mark.slow
+@NEEDS_MKDOCS
+def test_the_site_is_built_strictly_with_all_names(site):
     for name, module in ROOMS.items():
         shown = (site / "api" / f"{name}.html").read_text()
         assert {entry for entry in public(module) - ELSEWHERE if f'id="{entry}"' not in shown} == set()
     start = (site / "index.html").read_text()
     assert 'href="quickstart.html"' in start
     assert 'src="docs/images' not in start
-    assert list((site / "search").glob("search_index.json"))
-    index = (site / "search" / "search_index.json").read_text()
-    assert "matmul_reduce_scatter" in index
+    assert "matmul_reduce_scatter" in (site / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.slow
+@NEEDS_MKDOCS
+def test_the_walks_stand_under_start_and_no_page_asks_another_host(site):
+    start = (site / "index.html").read_text()
+    for walk in sorted(ROOT.glob("examples/for_*/README*.md")):
+        name = str(walk.relative_to(ROOT)).replace("README.md", "index.html").replace(".md", ".html")
+        assert f'href="{name}"' in start
+    pages = [page.read_text() for page in site.rglob("*.html")]
+    assert len(pages) > 50
+    assert [
+        src for page in pages for src in re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(http[^"]*)"', page)
+    ] == []
+
+
+@pytest.mark.slow
+@NEEDS_MKDOCS
+@NEEDS_CHROMIUM
+def test_the_search_works_in_files_without_a_server(site, tmp_path):
+    """In a browser that opens file://, English and Chinese; without the site's own script there is no result."""
+    patient = ("--virtual-time-budget=20000", "--dump-dom")
+    for query in ("reduce-scatter", "\u91cd\u8ba1\u7b97"):
+        shown = browse(f"{(site / 'index.html').as_uri()}?q={query}", *patient, folder=tmp_path)
+        assert len(re.findall('class="md-search-result__item"', shown)) > 3, query
+    start = (site / "index.html").read_text()
+    (site / "bare.html").write_text(start.replace('<script src="assets/iframe-worker.js"></script>', ""))
+    shown = browse(f"{(site / 'bare.html').as_uri()}?q=overlap", *patient, folder=tmp_path)
+    assert "md-search-result__item" not in shown
+
+
+# Of every block of code: how far it sticks out, and on how many lines it is shown beside those that it has.
+BLOCKS = """<script>addEventListener('load', () => {
+  const found = [...document.querySelectorAll('pre > code')].map(code => {
+    const style = getComputedStyle(code), text = code.textContent.replace(/\\n$/, '');
+    const height = code.clientHeight - parseFloat(style.paddingTop) - parseFloat(style.paddingBottom);
+    const columns = Math.max(...text.split('\\n').map(line => line.length));
+    return {text, columns, wide: code.scrollWidth - code.clientWidth,
+            more: Math.round(height / parseFloat(style.lineHeight)) - text.split('\\n').length};
+  });
+  const note = document.createElement('pre');
+  note.id = 'probe'; note.textContent = JSON.stringify({width: innerWidth, found});
+  document.body.append(note);
+})</script>"""
+
+
+@pytest.mark.slow
+@NEEDS_MKDOCS
+@NEEDS_CHROMIUM
+def test_blocks_of_code_are_whole_on_a_window_of_1366_pixels(site, tmp_path):
+    """The blocks of all pages, in one page of the site: nothing is cut, and 120 columns stay on one line."""
+    pages = [page.read_text() for page in sorted(site.rglob("*.html"))]
+    blocks = [
+        block for page in pages for block in re.findall(r'<div class="[^"]*highlight">.*?</pre></div>', page, re.DOTALL)
+    ]
+    start = (site / "index.html").read_text()
+    article = re.search(r"<article[^>]*>(.*)</article>", start, re.DOTALL)[1]
+    (site / "blocks.html").write_text(start.replace(article, "".join(blocks)) + BLOCKS)
+    told = probe_of(browse((site / "blocks.html").as_uri(), "--dump-dom", folder=tmp_path, width=1366))
+    assert told["width"] == 1366 and len(told["found"]) == len(blocks) > 250
+    assert [one for one in told["found"] if one["wide"] > 0] == []
+    assert [one for one in told["found"] if one["more"] and one["columns"] <= 120] == []
 
 
 GONE = {

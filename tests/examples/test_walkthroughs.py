@@ -27,7 +27,21 @@ def test_a_loss_that_the_run_does_not_have_is_found():
     ]
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("examples/for_*/README.md")), ids=lambda page: page.parent.name)
+WALKS = pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("examples/for_*/README.md")), ids=lambda page: page.parent.name
+)
+
+
+@WALKS
+def test_a_walk_begins_with_its_environment_and_extras(page):
+    _, _, environment, extras, _ = page.read_text(encoding="utf-8").split("\n", 4)
+    assert environment.startswith("- Environment: Python 3.1")
+    named = re.fullmatch(r'- Extras: `pip install --no-build-isolation "\.\[([\w,]+)]"` .*', extras)[1].split(",")
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(named) <= set(known)
+
+
+@WALKS
 def test_losses_in_float32_are_shown_to_six_digits(page):
     shown = [loss for _, lines in steps(page) for loss in losses("\n".join(lines))]
     long = [loss for loss in shown if len(loss.replace(".", "").lstrip("0")) > 6 and not loss.endswith("...")]

@@ -1,5 +1,6 @@
 """Look at a page in headless chromium: a screenshot, and what sticks out of the window or of its own frame."""
 
+import html
 import json
 import os
 import re
@@ -41,6 +42,15 @@ def chromium():
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+def browse(page, *more, folder, width=WIDTH):
+    """Open an address; return what the browser prints. `more` are further words of its command line."""
+    words = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += [f"--window-size={width},{HEIGHT}", f"--user-data-dir={folder}", *more, page]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def look(page, picture, *, opened=False):
     """Write a screenshot of the page to `picture`; return the window's width and what is clipped.
 
@@ -52,10 +62,11 @@ def look(page, picture, *, opened=False):
     probe = PROBE.replace("OPEN", "true" if opened else "false")
     probed = Path(picture).with_suffix(".probed.html")
     probed.write_text(text + probe, encoding="utf-8")
-    words = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    words += [f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={Path(picture).with_suffix('.profile')}"]
-    done = []
-    for more in (f"--screenshot={picture}", "--dump-dom"):
-        done.append(subprocess.run([*words, more, probed.as_uri()], capture_output=True, text=True, timeout=120))
-        assert done[-1].returncode == 0, done[-1].stderr[-2000:]
-    return json.loads(re.search(r'<pre id="probe"[^>]*>(.*?)</pre>', done[-1].stdout, re.DOTALL)[1])
+    folder = Path(picture).with_suffix(".profile")
+    browse(probed.as_uri(), f"--screenshot={picture}", folder=folder)
+    return probe_of(browse(probed.as_uri(), "--dump-dom", folder=folder))
+
+
+def probe_of(document):
+    """Return what a script of a page left in its element "probe", as JSON."""
+    return json.loads(html.unescape(re.search(r'<pre id="probe"[^>]*>(.*?)</pre>', document, re.DOTALL)[1]))
