@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ascend_parallel.process_groups import time_limit
 from ascend_parallel.process_groups.consistency import confirm_same
+
+# Public since torch 2.14, where the older name warns.
+_set_timeout: Callable[..., None] = getattr(dist, "set_timeout", c10d._set_pg_timeout)
 
 Ranks = npt.NDArray[np.int64]
 Key = tuple[object, ...]
@@ -156,7 +159,7 @@ class ProcessMesh:
             mesh = known[self._key] = DeviceMesh(default_device(), array, mesh_dim_names=self._names)
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():  # torch would let them wait for half an hour
-                    c10d._set_pg_timeout(time_limit(group), group)
+                    _set_timeout(time_limit(group), group)
         self._device_mesh = known[self._key]
         return self._device_mesh
 

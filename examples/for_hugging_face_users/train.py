@@ -35,10 +35,15 @@ def main() -> None:
     """Train, and print every digit of the losses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=STEPS)
-    steps = parser.parse_args().steps
+    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank alone, by PEFT")
+    options = parser.parse_args()
     model = load()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(steps):
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=options.lora, target_modules=["q_proj", "k_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
+    for step in range(options.steps):
         tokens = batch(step)
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """examples/for_*: every command of the page prints what the page shows; losses agree, layers are verified."""
 
 import re
+from importlib.util import find_spec
 
 import pytest
 from walkthrough import ROOT, losses, missing, other_losses, steps, unshown, walk
@@ -64,13 +65,15 @@ def test_a_megatron_user_gets_the_same_losses_overlapped_and_verified(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 def test_a_hugging_face_user_gets_the_same_losses_overlapped_and_planned(tmp_path):
     printed = walk("examples/for_hugging_face_users/README.md", tmp_path)
-    _, alone, plain, overlapped, verified, _, planned, _, tried = printed
+    _, alone, plain, overlapped, verified, _, planned, _, tuned, tried = printed
     assert len(losses(alone)) == 4
     assert losses(plain) == losses(overlapped) == losses(verified)
     assert "overlap is on" not in plain
     assert "15 of 15 linear layers covered" in overlapped
+    assert "21 of 21 linear layers covered" in tuned and len(losses(tuned)) == 4
     assert "15 of 15 linear layers covered" in tried and "exposed " in tried
     assert "120 checks of 15 layers, 0 over the limit" in verified
     for parallel in (plain, planned):
