@@ -30,7 +30,7 @@ ELSEWHERE = {
             "CONTRIBUTING.md",
             "SECURITY.md",
             "benchmarks/README.md",
-            *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "examples").rglob("README.md"))),
+            *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "examples").rglob("README*.md"))),
         )
     },
 }
