@@ -13,7 +13,10 @@ import pytest
 from marks import promise
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md"), *ROOT.glob("examples/*/*.zh.md")])
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md"), *ROOT.glob("examples/*/*.zh.md")]
+)
 HAN = "[\u4e00-\u9fff]"
 NEWCOMERS = ("quickstart", "tutorial", "strategy", "mindspeed", "frameworks", "faq", "troubleshooting")
 # The pages whose code keeps its English comments: a test runs the tutorial's as it stands.
