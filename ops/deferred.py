@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.lazy_rows import LazyRows
+from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.ops.unfinished import Rows, UnfinishedTensor
+from ascend_parallel.ops.unfinished import UnfinishedTensor
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class DeferredProduct(UnfinishedTensor):
     _product: torch.Tensor | None
 
     @staticmethod
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls: type[DeferredProduct],
         x: torch.Tensor,
         w: torch.Tensor,
