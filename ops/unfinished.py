@@ -184,7 +184,23 @@ class UnfinishedTensor(torch.Tensor):
         value = self._given_away()
         if not self.requires_grad:
             return value
-        return value.view_as(value).requires_grad_() if self.is_leaf else self.view_as(self)
+        if self.is_leaf:
+            return value.view_as(value).requires_grad_()
+        with torch.enable_grad():
+            plain: torch.Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
+        return plain
+
+
+class _Plain(torch.autograd.Function):
+    """An operator on an unfinished tensor gives another one, so a plain tensor in its graph needs a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: UnfinishedTensor) -> torch.Tensor:
+        return x.finished().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

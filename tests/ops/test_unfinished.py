@@ -171,6 +171,37 @@ def test_whoever_reads_waits(reader):
     assert torch.equal(finished(READERS[reader](x)), drawn(64, 8))
 
 
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "activation"])
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_what_requires_a_gradient_gets_what_a_plain_tensor_gives(reader, leaf):
+    def read(unfinished):
+        if leaf:
+            x = (sent(drawn(64, 8))[0] if unfinished else drawn(64, 8)).requires_grad_()
+        else:
+            x = Sent.apply(drawn(64, 8).requires_grad_(), int(unfinished)).view(64, 8)
+        try:
+            result = READERS[reader](x)
+        except (RuntimeError, BufferError) as error:  # a plain activation has no array, no capsule and no copy
+            return type(error), str(error)
+        return result.requires_grad, result.is_leaf, finished(result.detach())
+
+    plain, mine = read(unfinished=False), read(unfinished=True)
+    assert plain[:2] == mine[:2]
+    assert len(plain) == 2 or torch.equal(plain[2], mine[2])
+
+
+def test_the_plain_tensor_of_an_activation_is_in_its_graph():
+    value = drawn(64, 8).requires_grad_()
+    with torch.no_grad():
+        x = Sent.apply(value.detach(), 1)
+    assert not whole(x).requires_grad
+    x = Sent.apply(value, 1)
+    plain = whole(x)
+    assert not isinstance(plain, UnfinishedTensor)
+    plain.square().sum().backward()
+    assert torch.equal(value.grad, 2 * value.detach())
+
+
 def test_a_pointer_is_that_of_finished_rows_or_an_error():
     x, asked = sent(drawn(64, 8))
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
