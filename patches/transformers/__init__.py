@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,13 +62,38 @@ def on_one_rank(model: Any) -> Any:
     """Apply the `tp_plan` of a loaded model on this process alone, and return the model: tensor-parallel degree 1.
 
     transformers leaves a model as it is with ``tp_size=1``. COC_DETERMINISTIC=tp needs its layers to be tensor-parallel
-    at that degree too. Needs an initialised default group of one rank; raises `ValueError` for another one.
+    at that degree too. Tied parameters stay tied. Needs an initialised default group of one rank; raises `ValueError`
+    for another one.
     """
     if dist.get_world_size() != 1:
         raise ValueError(f"on_one_rank: the default group has {dist.get_world_size()} ranks: load with tp_size instead")
     styles = importlib.import_module(MODULE)
     mesh = init_device_mesh(next(model.parameters()).device.type, (1,), mesh_dim_names=("tp",))
-    return styles.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
+    with _each_its_own(model):
+        return styles.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
+
+
+@contextmanager
+def _each_its_own(model: Any) -> Iterator[None]:
+    """Give each name of a tied parameter a parameter of its own in this context; then they have that of the first name.
+
+    transformers applies a plan before it ties parameters; a plan that names one twice finds it under one name alone.
+    """
+    names: dict[torch.nn.Parameter, list[tuple[Any, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, []).append((module, name))
+    tied = [places for places in names.values() if len(places) > 1]
+    for parameter, (_, *others) in names.items():
+        for module, name in others:
+            module._parameters[name] = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for (first, first_name), *others in tied:
+            for module, name in others:
+                module._parameters[name] = first._parameters[first_name]
 
 
 def experts_patch_set() -> PatchSet:

@@ -14,7 +14,7 @@ import ascend_parallel
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch_parallel
-from hugging_face import load, tokens, whole, write
+from hugging_face import load, step, tokens, whole, write
 from marks import promise
 
 from ascend_parallel.patches.dtensor_norm import install_norms, remove_norms
@@ -108,6 +108,40 @@ def test_norms_of_queries_and_keys_train_alike_at_every_degree(ranks, tmp_path):
     assert two == one
     assert four == one
     assert any(key.endswith("q_norm.weight") for key in one)
+
+
+TIED = {
+    "Llama": {"tie_word_embeddings": True},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16},
+    "Cohere": {},
+    "Starcoder2": {},
+    "SmolLM3": {"pad_token_id": 0},
+    "Ernie4_5": {},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def step_of_tied(group, path):
+    """Return the loss and digests of gradients, or the error with which the model is refused."""
+    model = load(group, path, tensor_parallel=group.size() > 1)
+    model = model if group.size() > 1 else on_one_rank(model)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    found = {}
+    return refused_in_the_tree(lambda: found.update(step(model))) or {key: digest(found[key]) for key in found}
+
+
+@pytest.mark.sample("Gemma2", "Lfm2")
+@pytest.mark.parametrize("name", TIED)
+def test_tied_embeddings_train_alike_at_every_degree(ranks, tmp_path, name):
+    """Of models that tie them by default: transformers' plan names their weight twice."""
+    one, two = at_degrees(ranks, step_of_tied, write(tmp_path, name, **{**SMALL, **TIED[name]}), degrees=(1, 2))
+    assert two == one
+    if name == "Lfm2":  # whose embedding transformers' plan leaves whole
+        assert "lm_head (Linear) cannot run in the tree: its weight is no DTensor" in one
+    else:
+        assert "model.embed_tokens.weight" in one
 
 
 def refused(group, path):

@@ -8,7 +8,7 @@ import ascend_parallel
 
 
 def digest(tensor):
-    return hashlib.sha1(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha1(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def at_degrees(ranks, function, *args, degrees=(1, 2, 4)):

@@ -49,7 +49,7 @@ def model_of(name, **changes):
     import transformers
 
     torch.manual_seed(len(name))
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MODELS[name], **changes})
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MODELS.get(name, {}), **changes})
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
     for parameter in model.parameters():  # biases and norms begin as zeros and ones
         parameter.data += torch.randn_like(parameter) * 0.02
