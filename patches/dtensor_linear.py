@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ INSTALLED = "_ascend_parallel_installed"
 # torch's own functions, for which an overlapped layer stands; None: replaced before this package was imported.
 _FORWARD = torch.nn.Linear.forward if defined_in(torch.nn.Linear.forward, torch.nn.modules.linear) else None
 _LINEAR = torch._C._nn.linear
+COMPILED = "it is being compiled, and a process group cannot be"
 
 
 class InForce:
@@ -42,7 +43,6 @@ class InForce:
     def __init__(self) -> None:
         """No patch is in force, and no forward is installed."""
         self.framework: InstalledLayers | None = None
-        self.without_tree: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of COC_DETERMINISTIC=tp
         self._count = 0
         self._digest = hashlib.sha256()
 
@@ -60,6 +60,19 @@ class InForce:
     def layers(self) -> str:
         """The number and a digest of the layers in the order of their installation."""
         return f"{self._count} ({self._digest.hexdigest()[:8]})"
+
+
+def framework_of_call(in_force: InForce, module: Any) -> InstalledLayers | None:
+    """Return the framework whose forward runs a call; None: the patch is not in force, or the call is being compiled.
+
+    A compiled call is a `DegreeError` with COC_DETERMINISTIC=tp.
+    """
+    framework = in_force.framework
+    if framework is None or not torch.compiler.is_compiling():
+        return framework
+    if framework.settings.at_every_degree:
+        framework.log_uncovered(module, COMPILED)
+    return None
 
 
 class InstalledLayers(Framework):
@@ -183,11 +196,8 @@ class Installed:
         if self.reason is not None or self.in_force.framework is None:
             return self.reason or "overlap is switched off"
         if torch.compiler.is_compiling():
-            return "it is being compiled, and a process group cannot be"
-        if self.in_force.framework.settings.at_every_degree:
-            for text in self.in_force.without_tree.values():
-                return text
-        elif self.group.size() == 1:
+            return COMPILED
+        if self.group.size() == 1 and not self.in_force.framework.settings.at_every_degree:
             return ONE_RANK
         cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
         if cut % ranks:

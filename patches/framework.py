@@ -40,7 +40,11 @@ ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
 
 def models_with(layer: Any) -> list[torch.nn.Module]:
-    """Return the modules of this process that contain `layer`: slow."""
+    """Return the modules of this process that contain `layer`: slow.
+
+    Models that were dropped are collected first: when that happens differs between ranks, and errors depend on these.
+    """
+    gc.collect()
     models = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     return [model for model in models if any(module is layer for module in model.modules())]
 

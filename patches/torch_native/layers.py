@@ -20,6 +20,7 @@ from ascend_parallel.patches.dtensor_linear import (
     INSTALLED,
     Installed,
     InstalledLayers,
+    framework_of_call,
     positive,
     replicated,
 )
@@ -112,9 +113,9 @@ class InstalledForward:
         """Run the layer, or what its module would run without this forward."""
         module, installed = self.module, self.ascend_parallel
         inner = self.own or type(module).forward.__get__(module)
-        framework, own_input = installed.in_force.framework, self.own_input
+        framework, own_input = framework_of_call(installed.in_force, module), self.own_input
         self.own_input = False
-        if framework is None or torch.compiler.is_compiling():
+        if framework is None:
             return inner(*args, **kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
         gather = shared_gather(x)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
-from ascend_parallel.patches.dtensor_linear import InForce, InstalledLayers, calls_linear, is_linear
+from ascend_parallel.patches.dtensor_linear import COMPILED, InForce, InstalledLayers, calls_linear, is_linear
 from ascend_parallel.patches.norms import install_norm, run_norm
 from ascend_parallel.patches.torch_native.layers import (
     LEFT,
@@ -33,7 +33,7 @@ IN_FORCE = InForce()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
 CALLED = "_ascend_parallel_called"
 # The attribute of a function that torch.compile has made.
-COMPILED = "_torchdynamo_orig_callable"
+COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
 def followed_by(install_on: Callable[[Any, Any, Any], None], original: Function) -> Function:
@@ -79,7 +79,7 @@ def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: 
     if framework is None or not framework.settings.at_every_degree:
         return own(*args, **kwargs)
     if torch.compiler.is_compiling():
-        framework.log_uncovered(module, "it is being compiled, and a process group cannot be")
+        framework.log_uncovered(module, COMPILED)
     (x, *more), parameters = args, dict(module.named_parameters())
     dim = sequence_dim(x.placements[0], x.ndim) if isinstance(x, DTensor) and mesh.ndim == 1 else None
     if dim is None or more or kwargs or parameters.keys() != module._parameters.keys():
@@ -214,7 +214,7 @@ def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
 def _runs_compiled(module: Any) -> bool:
     """Tell whether torch.compile made the call, the forward or another method of a module: it takes torch's DTensor."""
     methods = (*vars(module).values(), *vars(type(module)).values())
-    return module._compiled_call_impl is not None or any(hasattr(method, COMPILED) for method in methods)
+    return module._compiled_call_impl is not None or any(hasattr(method, COMPILED_FROM) for method in methods)
 
 
 def _has_backward_hooks(module: Any) -> bool:

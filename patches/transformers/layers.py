@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, full_name
-from ascend_parallel.patches.dtensor_linear import InForce, Installed, InstalledLayers, is_linear, replaced_below
+from ascend_parallel.patches.dtensor_linear import (
+    InForce,
+    Installed,
+    InstalledLayers,
+    framework_of_call,
+    is_linear,
+    replaced_below,
+)
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.patches.norms import install_norm, run_norm
 
@@ -63,23 +70,28 @@ def install_forward(original: Function) -> Function:
     def install(self: Any, module: Any, mesh: Any) -> Any:
         below = module.forward
         returned = original(self, module, mesh)
+        if hasattr(module, "in_features") and "forward" in vars(module):
+            _install_linear(module, _installed(self, module, mesh), below)
         if (name := type(self).__name__) not in IN_TREE:
-            IN_FORCE.without_tree[module] = f"sums over ranks, or packed weights, of the style {name} have no tree"
-        if not hasattr(module, "in_features") or "forward" not in vars(module):
-            return returned
-        inner, installed = module.forward, _installed(self, module, mesh)
-        IN_FORCE.add(module, installed)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if IN_FORCE.framework is None or torch.compiler.is_compiling():
-                return inner(*args, **kwargs)
-            return _run(IN_FORCE.framework, module, installed, (inner, below), args, kwargs)
-
-        forward.ascend_parallel = installed  # type: ignore[attr-defined]
-        module.forward = forward
+            _refuse_in_tree(module, f"sums over ranks, or packed weights, of the style {name} have no tree")
         return returned
 
     return install
+
+
+def _install_linear(module: Any, installed: InstalledByPlan, below: Function) -> None:
+    """Put the forward on a linear layer, over transformers'; `below`: the one below that."""
+    inner = module.forward
+    IN_FORCE.add(module, installed)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        framework = framework_of_call(IN_FORCE, module)
+        if framework is None:
+            return inner(*args, **kwargs)
+        return _run(framework, module, installed, (inner, below), args, kwargs)
+
+    forward.ascend_parallel = installed  # type: ignore[attr-defined]
+    module.forward = forward
 
 
 def install_head_norm(original: Function) -> Function:
@@ -91,13 +103,29 @@ def install_head_norm(original: Function) -> Function:
 
     @functools.wraps(original)
     def install(self: Any, module: Any, mesh: Any) -> Any:
-        if type(module).__name__ in HEAD_NORMS:
+        kind = type(module).__name__
+        if kind in HEAD_NORMS:
             install_norm(module, functools.partial(_head_norm, mesh))
-        else:
-            IN_FORCE.without_tree[module] = f"the gradients of {type(module).__name__}, summed over ranks, have no tree"
-        return original(self, module, mesh)
+        returned = original(self, module, mesh)
+        if kind not in HEAD_NORMS:
+            _refuse_in_tree(module, f"the gradients of {kind}, summed over ranks, have no tree")
+        return returned
 
     return install
+
+
+def _refuse_in_tree(module: Any, reason: str) -> None:
+    """Have calls of a module raise `DegreeError` with COC_DETERMINISTIC=tp: all ranks run it, so all of them raise."""
+    own = module.forward
+
+    @functools.wraps(own)  # coverage reads its attribute
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        framework = IN_FORCE.framework
+        if framework is not None and framework.settings.at_every_degree:
+            framework.log_uncovered(module, reason)
+        return own(*args, **kwargs)
+
+    module.forward = forward
 
 
 def _head_norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -37,9 +37,9 @@ def trained(model, loss_of, clips=True):
     """Losses, norms and digests of whole weights of some steps, with clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     losses, norms = [], []
-    for step in range(STEPS):
+    for number in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, step)
+        loss = loss_of(model, number)
         loss.backward()
         if clips:
             norms.append(clip([p.grad for p in model.parameters()], 0.1))
@@ -144,22 +144,37 @@ def test_tied_embeddings_train_alike_at_every_degree(ranks, tmp_path, name):
         assert "model.embed_tokens.weight" in one
 
 
-def refused(group, path):
-    text = refusal(group, path)
-    gc.collect()  # a model that is alive, and has such a norm, is refused for all
-    return text
-
-
-def refusal(group, path):
-    model = load(group, path).train()
+def refusal(model):
     return refused_in_the_tree(lambda: model(input_ids=tokens()))
 
 
+def others_beside(group, path, refused_path):
+    """Refusals of a model, and of one beside it that needs no tree of theirs; of a dropped one rank 0 has garbage."""
+    beside = load(group, refused_path).train()
+    text, of_layers = refusal(beside), load(group, path).train()
+    beside_alive = refusal(of_layers)
+    again = refusal(beside)
+    gc.disable()
+    try:
+        del beside
+        wrapper = torch.nn.Sequential(of_layers, torch.nn.Dropout(0.5))
+        wrapper.itself = [wrapper]
+        del wrapper
+        if group.rank() == 1:
+            gc.collect()
+        return text, again, beside_alive, refusal(of_layers)
+    finally:
+        gc.enable()
+
+
 @promise("degree-head-norms")
-def test_norms_of_another_class_are_an_error(ranks, tmp_path):
-    """How they are called is not known."""
-    for text in ranks(2).run(refused, write(tmp_path, "Gemma3Text", **SIZES, head_dim=16)):
+def test_norms_of_another_class_are_an_error_in_their_own_model_alone(ranks, path, tmp_path):
+    """How they are called is not known. Which models live, and what was not collected, is no matter."""
+    refused_path = write(tmp_path, "Gemma3Text", **SIZES, head_dim=16)
+    for text, again, *others in ranks(2).run(others_beside, path, refused_path):
         assert "the gradients of Gemma3RMSNorm, summed over ranks, have no tree" in text
+        assert again == text
+        assert others == ["", ""]
 
 
 @promise("degree-llama")
@@ -295,7 +310,6 @@ def test_a_parallel_loss_is_an_error(group):
 
 @on_ranks(2)
 def test_compiled_norms_of_shared_rows_are_an_error(group):
-    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (group.size(),))
@@ -304,3 +318,34 @@ def test_compiled_norms_of_shared_rows_are_an_error(group):
     parallelize_module(model, mesh, {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))})
     text = refused_in_the_tree(lambda: torch.compile(model, backend="aot_eager")(torch.randn(2, 16, 64)))
     assert "0 (RMSNorm) cannot run in the tree: it is being compiled" in text
+
+
+@on_ranks(2)
+def test_a_compiled_layer_is_an_error_or_runs_in_the_tree(group):
+    """Where torch breaks the graph at the layer, it runs as uncompiled; a whole graph cannot have it."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(**TREE)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 688), torch.nn.Linear(688, 64))
+    parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    x, found = torch.randn(2, 16, 64), []
+    for fullgraph in (False, True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+        try:
+            text = refused_in_the_tree(lambda compiled=compiled: found.append(compiled(x)))
+        except RuntimeError as error:
+            text = str(error)
+        assert found or "it is being compiled" in text or "Attempted to call function marked as skipped" in text
+        refused_in_the_tree(lambda: [torch.testing.assert_close(y, model(x), rtol=0, atol=0) for y in found])
+
+
+def compiled_llama(group, path):
+    model = torch.compile(load(group, path).train(), backend="eager")
+    return refused_in_the_tree(lambda: model(input_ids=tokens()))
+
+
+@pytest.mark.slow
+def test_a_compiled_llama_is_an_error(ranks, path):
+    for text in ranks(2).run(compiled_llama, path):
+        assert "(Linear) cannot run in the tree: it is being compiled" in text
