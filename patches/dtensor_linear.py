@@ -24,6 +24,7 @@ from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
+from ascend_parallel.patches.dtensor_sums import install_refusals, remove_refusals
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
 from ascend_parallel.settings import Settings
 
@@ -85,18 +86,20 @@ class InstalledLayers(Framework):
         self._without_dropout: WeakSet[Any] = WeakSet()
 
     def put_in_force(self) -> None:
-        """Have installed forwards run with these settings, and with them DTensor's norms if they have to be.
+        """Have installed forwards run with these settings, and DTensor its norms in the tree if they have to be.
 
         Forwards that were installed under earlier patches are overlapped again.
         """
         self._in_force.framework = self
         if self.settings.at_every_degree:
             install_norms()
+            install_refusals()
 
     def put_out_of_force(self) -> None:
         """Have installed forwards run the framework's own, and DTensor its own norms."""
         self._in_force.framework = None
         remove_norms()
+        remove_refusals()
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return what compares settings before ranks communicate, and refuses torch's parallel loss if it has to."""
