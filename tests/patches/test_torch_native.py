@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
@@ -43,6 +43,44 @@ def trained(group, plan, options, micro_batches):
     right = step(decoder(**{**options, "dtype": torch.float64}), micro_batches)
     after = {name: count - before.get(name, 0) for name, count in calls().items()}
     return unequal(plain, overlapped), worst(overlapped, right), {name: n for name, n in after.items() if n}
+
+
+class Adapted(torch.nn.Module):
+    """A row layer with a LoRA, all of whose layers have styles, after a column layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.base = torch.nn.Linear(256, 512, bias=False), torch.nn.Linear(512, 256, bias=False)
+        self.A, self.B = torch.nn.Linear(512, 16, bias=False), torch.nn.Linear(16, 256, bias=False)
+
+    def forward(self, x):
+        inner = self.up(x).relu()
+        return self.base(inner) + self.B(self.A(inner))
+
+
+def stepped(model, dtype=torch.float32):
+    model.zero_grad()
+    x, dy = (torch.randn(512, 256, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+    y = model(x.requires_grad_())
+    whole(y).backward(dy)
+    return {"y": whole(y).detach(), "dx": x.grad, **{name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
+@on_ranks(2)
+def test_a_lora_by_styles_has_plains_bits_but_where_torch_adds_products_of_a_partial_gradient(group):
+    """A's output gradient arrives as Partial: torch multiplies the parts, this package their sum."""
+    ascend_parallel.configure(num_chunks=4)
+    row, column = (
+        functools.partial(style, output_layouts=Replicate(), use_local_output=False)
+        for style in (RowwiseParallel, ColwiseParallel)
+    )
+    styles = {"up": ColwiseParallel(use_local_output=False), "base": row(), "A": row(), "B": column()}
+    model = parallelize_module(Adapted(), init_device_mesh("cpu", (group.size(),)), styles)
+    plain, overlapped = both(model, stepped)
+    truth = stepped(Adapted().double(), torch.float64)
+    assert set(unequal(plain, overlapped)) <= {"dx", "up.weight"}
+    assert worst(overlapped, truth)[0] < 1e-6
 
 
 @pytest.mark.sample("3-layers")
