@@ -130,7 +130,7 @@ def start_matmul_all_reduce(
         kernel, options = kernel_of(choice), dict(choice.options)
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
-        if addends := _addends(call, choice):
+        if product is not None and (addends := _addends(call, choice)):
             options["addends"] = addends
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, **options)
@@ -164,7 +164,8 @@ def start_matmul_reduce_scatter(
         if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
             after = None
         kernel, options = kernel_of(choice), dict(choice.options)
-        addends = addends or _addends(call, choice)
+        if product is not None:
+            addends = _addends(call, choice)
         if addends:
             if choice.kernel == "tree":
                 raise DegreeError(
@@ -377,7 +378,8 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
     choice = _choice_of_operands(call)
     if settings.at_every_degree:  # a caller's own settings: what runs between its layers belongs to them
         ELEMENTWISE.follow(True)
-    if (deferred := _deferred(call, choice)) is not None:
+    deferred = None if call.product is None else _deferred(call, choice)
+    if deferred is not None:
         deferred.check()
         x, w = deferred.x, deferred.w
     elif call.product is not None:

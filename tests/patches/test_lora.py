@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_training import megatron
+from gpt_training import REGION, megatron
 from hugging_face import both, unequal, worst
 from marks import promise
 from megatron_cpu import next_token_loss, small_gpt
@@ -17,6 +17,7 @@ from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+from ascend_parallel.ops.unfinished import is_unfinished
 
 RANK = 8
 COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
@@ -275,7 +276,9 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x):
         y, bias = self.base_layer(x)
-        return y + narrow(self.a, self.b, x), bias
+        added = narrow(self.a, self.b, x)
+        self.on_their_way = is_unfinished(y)
+        return y + added, bias
 
 
 def narrow(a, b, x):
@@ -298,8 +301,8 @@ def by_class(layers):
     }
 
 
-def of_megatron(group, sequence_parallel, swaps):
-    """Return the names whose bits differ from plain, the counts, and the coverage."""
+def of_megatron(group, sequence_parallel, swaps, settings):
+    """Return the names whose bits differ from plain, the counts, the coverage, and the bases on their way."""
     from megatron.core.tensor_parallel import layers
 
     with megatron(group.size()):
@@ -324,17 +327,18 @@ def of_megatron(group, sequence_parallel, swaps):
             return {"loss": loss.detach(), **found}
 
         COUNTS.clear()
-        plain, overlapped = both(model, train)
+        plain, overlapped = both(model, train, **settings)
         counts = COUNTS.as_dict()
         ascend_parallel.configure(num_chunks=4)
-        return unequal(plain, overlapped), counts, str(ascend_parallel.coverage(model))
+        waiting = [name for name, module in model.named_modules() if getattr(module, "on_their_way", False)]
+        return unequal(plain, overlapped), counts, str(ascend_parallel.coverage(model)), waiting
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["wrapper", "class"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_narrow_collectives_of_adapters_on_megatron_stay_whole(ranks, sequence_parallel, swaps):
     """A layer of four layers with adapters, and the output layer; an adapter has one collective, or with SP two."""
-    for different, counts, covered in ranks(2).run(of_megatron, sequence_parallel, swaps):
+    for different, counts, covered, _ in ranks(2).run(of_megatron, sequence_parallel, swaps, {}):
         assert different == []
         calls = {name: count["calls"] for name, count in counts.items()}
         collectives = {name: count["collectives"] for name, count in counts.items()}
@@ -346,3 +350,10 @@ def test_narrow_collectives_of_adapters_on_megatron_stay_whole(ranks, sequence_p
             assert collectives == {"matmul_all_reduce": 4 * 5 + 4}
         layers = "5 of 5 linear layers covered" if swaps else "9 of 9 linear layers covered; 4 replicated adapters"
         assert covered.startswith(layers)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_in_regions_a_wrappers_adapter_runs_under_the_rows_of_its_base(ranks, sequence_parallel):
+    for different, _, _, waiting in ranks(2).run(of_megatron, sequence_parallel, False, REGION):
+        assert different == []
+        assert {"linear_proj", "linear_fc2"} <= {name.rpartition(".")[2] for name in waiting}
