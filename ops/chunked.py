@@ -34,9 +34,9 @@ from ascend_parallel.ops.collectives import (
 )
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import (
+    ALONE,
     BlockedWeight,
     batches,
-    chunks_of,
     cut_blocks,
     multiply,
     multiply_blocks,
@@ -84,7 +84,7 @@ def matmul_all_reduce(
             for addend in addends:
                 compute(BESIDE, "add", y_c.add_, addend[stop - y_c.shape[0] : stop])
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
-    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes))
+    COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     return pending
 
 
@@ -112,7 +112,7 @@ def _int8_all_reduce(x_m: torch.Tensor, w: QuantisedWeight, group: dist.ProcessG
                 pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
             elif x_m.shape[0]:
                 pending.launch(reduce_and_place, y_part, y_c, group)
-    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes) if x_m.shape[0] else 0)
+    COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else len(sizes), len(sizes) if x_m.shape[0] else 0)
     return pending
 
 
@@ -172,7 +172,7 @@ def matmul_reduce_scatter(
         if computed and after is not None:
             after.wait()
             _start(computed, pending)
-    COUNTS.add(REDUCE_SCATTER, chunks_of(w, sizes), len(sizes))
+    COUNTS.add(REDUCE_SCATTER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     return pending
 
 
@@ -229,7 +229,7 @@ def all_gather_matmul(
     with gathering.launching():
         if not in_chunks:
             multiply_own(own_m, y_parts[rank], slice(0, own_m.shape[0]))
-        COUNTS.add(ALL_GATHER, chunks_of(w, sizes), len(sizes))
+        COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
             compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)

@@ -59,9 +59,8 @@ class NoProduct:
         """Leave y_m as it is."""
 
 
-def chunks_of(w: object, sizes: Sizes) -> int:
-    """Return the number of chunks that are multiplied: none of rows that run through the collectives alone."""
-    return 0 if isinstance(w, (MultipliedRows, NoProduct)) else len(sizes)
+# Weights of which nothing is multiplied: a call's collectives run alone.
+ALONE = (MultipliedRows, NoProduct)
 
 
 def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tensor, row_tile: int = 0) -> None:

@@ -21,7 +21,7 @@ from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import chunks_of, multiply
+from ascend_parallel.ops.multiply import ALONE, multiply
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, TP, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
@@ -57,7 +57,7 @@ def matmul_all_reduce(
                 pending.launch(_gather_and_sum, y_c, group)
             if index:
                 pending.wait_for(index - 1)
-    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), len(sizes))
+    COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     return pending
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.collectives import BY_BACKEND, all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import chunks_of, product
+from ascend_parallel.ops.multiply import ALONE, product
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
@@ -45,12 +45,12 @@ def matmul_all_reduce(
     communicates = group.size() > 1 and x_m.shape[0] > 0
     if comm_scales is not None and communicates:
         y_m = _all_reduce_in_int8(y_m, comm_scales, group)
-        COUNTS.add(ALL_REDUCE, chunks_of(w, (1,)), 2)
+        COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else 1, 2)
         return Pending(y_m, ALL_REDUCE, group)
     pending = Pending(y_m, ALL_REDUCE, group)
     if communicates:
         pending.launch(dist.all_reduce, y_m, group=group, async_op=True)
-    COUNTS.add(ALL_REDUCE, chunks_of(w, (1,)), int(communicates))
+    COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else 1, int(communicates))
     return pending
 
 
@@ -93,7 +93,7 @@ def matmul_reduce_scatter(
     if rows:
         (start,) = pending.expect(reduce_scatters, pending.tensor, (rows,), group, order)
         pending.launch(start, partial)
-    COUNTS.add(REDUCE_SCATTER, chunks_of(w, (1,)), 1)
+    COUNTS.add(REDUCE_SCATTER, 0 if isinstance(w, ALONE) else 1, 1)
     return pending
 
 
@@ -110,7 +110,7 @@ def all_gather_matmul(
     if group.size() == 1:
         return product(x_shard_m, w, row_tile), x_shard_m
     gathered = gather_rows(x_shard_m, group, ALL_GATHER).wait()
-    COUNTS.add(ALL_GATHER, chunks_of(w, (1,)), 1)
+    COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else 1, 1)
     return compute(MATMUL, "matmul", product, gathered, w, row_tile, group.size()), gathered
 
 

@@ -29,7 +29,7 @@ from ascend_parallel.ops.collectives import (
     sum_in_tree,
 )
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.multiply import chunks_of, multiply
+from ascend_parallel.ops.multiply import ALONE, multiply
 from ascend_parallel.ops.pending import Pending, limited
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
@@ -88,7 +88,7 @@ def matmul_all_reduce(
             pending.launch(_sum_and_gather, start, padded, own_c, y_c, group)
             if index:
                 pending.advance(index - 1)
-    COUNTS.add(ALL_REDUCE, chunks_of(w, sizes), 2 * len(sizes) if communicates else 0)
+    COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else len(sizes), 2 * len(sizes) if communicates else 0)
     return pending
 
 
