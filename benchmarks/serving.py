@@ -1,4 +1,4 @@
-"""Prefill, mixed requests and decoding of vLLM on two ranks: as it is, in chunks in the layers, with unfinished rows.
+"""Prefill, mixed requests and decoding of vLLM on two ranks: as it is, in chunks in the layers, unfinished, auto.
 
 python benchmarks/serving.py --link 1gbit     (as root: a network namespace whose loopback has this rate each way)
 
@@ -24,6 +24,7 @@ WAYS = {
     "as it is": {},
     "chunks in the layers": {"COC_PARALLEL_NUM": "4", "COC_REGION": "0"},
     "unfinished rows": {"COC_PARALLEL_NUM": "4"},
+    "auto": {"COC_PARALLEL_NUM": "auto"},
 }
 
 
