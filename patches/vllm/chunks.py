@@ -14,6 +14,8 @@ from ascend_parallel.ops.rows import Sizes
 # Rows of a chunk. On accelerators a smaller matmul costs more than its collective hides.
 LADDERS = {"cpu": (128, 256, 512, 1024, 2048)}
 ACCELERATOR = (512, 1024, 2048, 4096)
+# Below it no step is cut on any device: a constant, since each layer of each decoded token asks.
+LEAST_TOKENS = 2 * min(ladder[0] for ladder in (*LADDERS.values(), ACCELERATOR))
 
 
 @lru_cache(maxsize=64)

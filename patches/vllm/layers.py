@@ -28,7 +28,7 @@ from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.vllm.auto import MeasuredCounts
 from ascend_parallel.patches.vllm.bits import RowBits
-from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
+from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.settings import Settings
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
@@ -161,9 +161,9 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> Any:
-        if torch.compiler.is_compiling() or len(vllm.chunks(input_.shape[0], input_.device.type)) < 2:
+        if torch.compiler.is_compiling() or input_.shape[0] < LEAST_TOKENS or input_.dim() != 2:
             return original(self, input_)
-        if input_.dim() != 2 or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or len(vllm.chunks(input_.shape[0], input_.device.type)) < 2:
             return original(self, input_)
         reason = vllm.uncovered(self)
         if reason is not None:
@@ -192,7 +192,9 @@ def all_reduce(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or input_.dim() != 2 or self.world_size == 1 or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or input_.dim() != 2 or input_.shape[0] < LEAST_TOKENS:
+            return original(self, input_)  # type: ignore[no-any-return]
+        if self.world_size == 1 or torch.is_grad_enabled():
             return original(self, input_)  # type: ignore[no-any-return]
         sizes = vllm.chunks(input_.shape[0], input_.device.type)
         if len(sizes) < 2 or not _may_be_cut(self, input_, vllm):
