@@ -3,7 +3,7 @@
     python benchmarks/published_gains.py                             print tables
     python benchmarks/published_gains.py --seq 8192 --no-sequence-parallel --hardware 910b3
     python benchmarks/published_gains.py --json                      the same values; gains are shares
-    python benchmarks/published_gains.py --write docs/predict.md     write the page's tables
+    python benchmarks/published_gains.py --write docs/predict.md     write the page's tables, and its Chinese twin's
 
 No number of the model was changed to fit these gains.
 """
@@ -11,6 +11,7 @@ No number of the model was changed to fit these gains.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -57,6 +58,36 @@ OPERATOR_MEASURED = {"in turn": 808.9, "overlapped": 560.6}
 SQUARES = {1024: 98.08, 2048: 251.01, 4096: 314.52, 8192: 305.46, 10240: 274.76}
 EXTRA_FIXED = (0, 50, 200, 460)
 LAUNCHES = (0, 20, 50, 100)
+CHINESE = {
+    "Sensitivity to fixed costs": "对固定耗时的敏感度",
+    "Sensitivity to the chip": "对芯片的敏感度",
+    "Pieces that can be checked against measurements": "可以与实测核对的部分",
+    "Beside the published gains": "与公开的收益对照",
+    " us a collective": " us，每次集合通信",
+    " us a launch": " us，每次下发",
+    ", 4 equal": "，4 等分",
+    ", best, sequence": "，最好，序列并行",
+    ", best": "，最好",
+    ", bound, fused": "，下界，融合",
+    "bound, fused": "下界，融合",
+    "square fp16 matmul, 910B2": "fp16 方阵的矩阵乘，910B2",
+    "TFLOPS measured": "TFLOPS，实测",
+    "off by": "相差",
+    "us measured (fused kernel)": "us，实测（融合算子）",
+    "us predicted": "us，预测",
+    "predicted": "预测",
+    "matmul-all-reduce [5416, 6144, 1408], 8 x 910B1": "矩阵乘加 all-reduce [5416, 6144, 1408]，8 x 910B1",
+    "matmul": "矩阵乘",
+    "collective": "集合通信",
+    "in turn": "依次",
+    "overlapped": "掩盖",
+    "4 equal chunks": "4 等分",
+    "bound": "下界",
+    "published outside of the grid by": "公开的收益超出这组取值",
+    "published": "公开",
+    "the same on a 910B3": "在 910B3 上",
+    " points": " 个百分点",
+}
 
 
 def main(
@@ -73,7 +104,9 @@ def main(
     recompute: predict.Recompute = "none",
     dtype: predict.Dtype = None,
     launch_us: predict.LaunchTime = None,
-    write: Annotated[Path | None, typer.Option(help="Write the tables of this page between its marks.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the tables between the marks of this page and its .zh.md.")
+    ] = None,
     as_json: predict.AsJson = False,
 ) -> None:
     """Compare the gains of overlap that MindSpeed publishes with predictions of the same training steps.
@@ -81,7 +114,9 @@ def main(
     Options replace the assumptions; a sequence, a micro-batch or a mode that is not given is varied.
     """
     if write is not None:
-        write.write_text(inserted(write.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+        made = tables()
+        for page, text in ((write, made), (write.with_suffix(".zh.md"), chinese(made))):
+            page.write_text(inserted(page.read_text(encoding="utf-8"), text), encoding="utf-8")
         return
     with errors("published_gains", ArithmeticError):
         machine = predict.hardware_of(hardware, None, link, launch_us)
@@ -115,6 +150,12 @@ def inserted(document: str, text: str) -> str:
     if not begin or not end:
         raise ValueError(f"the document has no {BEGIN} ... {END}")
     return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def chinese(text: str) -> str:
+    """Return the tables with their words in Chinese; figures and names of models stay."""
+    longest_first = sorted(CHINESE, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), lambda found: CHINESE[found[0]], text)
 
 
 def tables() -> str:
