@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ascend_parallel.settings import (
     CONFIG_VARIABLE,
@@ -26,6 +29,8 @@ from ascend_parallel.settings import (
     whole_number,
 )
 from ascend_parallel.text import BLANKS, file_text, nearest, toml, whole
+
+log = logging.getLogger("ascend_parallel")
 
 
 def read_settings(
@@ -47,6 +52,33 @@ def read_settings(
     if isinstance(values.get("frameworks"), list):
         values["frameworks"] = tuple(values["frameworks"])
     return Settings(**_with_plan(values))
+
+
+def read_settings_of_rank(
+    environ: Mapping[str, str], defaults: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> Settings:
+    """Return `read_settings`; where this is one of several ranks and cannot read COC_PLAN, with an `UnreadPlan`.
+
+    The other ranks may have read theirs: all ranks compare what they read at their first overlapped layer, and raise
+    there together. This rank logs its reason at once. A plan among the `overrides` is read as ever.
+    """
+    from ascend_parallel.tuning.measured.chunk_plan import PlanError, UnreadPlan  # imports operators, so not at the top
+
+    try:
+        return read_settings(environ, defaults, **overrides)
+    except PlanError as error:
+        ranks = dist.get_world_size() if dist.is_initialized() else whole(environ.get("WORLD_SIZE", "1"))
+        if "plan" in overrides or ranks in (None, 1):
+            raise
+        log.error("%s; every rank will raise an error at its first overlapped layer", error)
+        return read_settings(environ, defaults, **overrides, plan=UnreadPlan(str(error)))
+
+
+def unread_plan(settings: Settings) -> SettingsError | None:
+    """Return the error of the plan that `settings` could not read, for a command that reports it; or None."""
+    from ascend_parallel.tuning.measured.chunk_plan import PlanError, UnreadPlan  # imports operators, so not at the top
+
+    return PlanError(settings.plan.reason) if isinstance(settings.plan, UnreadPlan) else None
 
 
 def read_file(name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import wrapt
 from ascend_parallel.diagnostics.timeline.files import require_writable
 from ascend_parallel.diagnostics.timeline.session import Variable
 from ascend_parallel.diagnostics.verify import LEDGER, Verification
-from ascend_parallel.environment import near_misses, read_settings
+from ascend_parallel.environment import near_misses, read_settings_of_rank, unread_plan
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm_extension
 from ascend_parallel.ops.elementwise import ELEMENTWISE
@@ -103,9 +103,9 @@ class PatchControl:
         self._configured = True
         consistency.begin_configure()
         try:
-            settings = read_settings(environ, **overrides)
+            settings = read_settings_of_rank(environ, None, overrides)
             if settings.take_over and self._taken_over:
-                settings = read_settings(environ, self._taken_over, **overrides)
+                settings = read_settings_of_rank(environ, self._taken_over, overrides)
             if settings.timeline is not None:
                 require_writable(settings.timeline)
             self._put_in_force(settings)
@@ -129,6 +129,7 @@ class PatchControl:
             self.configure(environ)
         except SettingsError as error:
             self.refused = error
+        self.refused = self.refused or unread_plan(current_settings())
 
     def _put_in_force(self, settings: Settings) -> None:
         """Change the log level, the patches and the recording; after an error restore all three."""

@@ -25,9 +25,10 @@ from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_c
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
-from ascend_parallel.patches.tuned import refuse_foreign_plan, tuner_of
+from ascend_parallel.patches.tuned import refusal_of_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, option_name
+from ascend_parallel.tuning.measured.chunk_plan import PlanError
 from ascend_parallel.tuning.measured.part_groups import PartGroups
 from ascend_parallel.tuning.measured.tuner import Tuner
 
@@ -92,6 +93,7 @@ class Framework(ABC):
         self._agreement = SettingsAgreement(lambda: {**settings.shared(), **self.compared()})
         self._tuner = tuner_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
+        self._refusals: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()  # of the plan
         rules = CheckRules(settings.verify_limit, self.by, self.beside_run)
         self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
@@ -150,8 +152,7 @@ class Framework(ABC):
         if self.settings.at_every_degree:
             _refuse_uneven(layer, kind, weight, group)
         if self.settings.plan is not None and group not in self._checked:
-            refuse_foreign_plan(self.settings, group, x.device)
-            self._checked.add(group)
+            self._agree_on_plan(self.settings.plan, group, x.device)
         if not self.used:
             self.used = True
             shape = self.shape_of(layer, kind, x, weight, **options)
@@ -175,6 +176,19 @@ class Framework(ABC):
         if len(left) == MOST_LEFT_WHOLE:
             left.clear()
         left.add(call)
+
+    def _agree_on_plan(self, plan: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Return if every rank of `group` can use its plan; else raise on every rank, with each rank's reason.
+
+        Raises `DisagreementError` if ranks differ, and `PlanError` if all refuse the plan for the same reason.
+        """
+        refusal = refusal_of_plan(plan, group, device)
+        if refusal:
+            self._refusals[group] = {option_name("plan"): f"refused: {refusal}"}
+        self.confirm(group)()
+        if refusal:
+            raise PlanError(refusal)
+        self._checked.add(group)
 
     @property
     def leaves_rows(self) -> int:
@@ -213,7 +227,7 @@ class Framework(ABC):
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""
-        return functools.partial(self._agreement.confirm, group)
+        return functools.partial(self._agreement.confirm, group, self._refusals.get(group, {}))
 
     def _confirmed(self, group: dist.ProcessGroup) -> None:
         self.confirm(group)()

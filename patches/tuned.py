@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.chunk_plan import PlanError, differences, this_machine
+from ascend_parallel.tuning.measured.chunk_plan import Plan, UnreadPlan, differences, this_machine
 from ascend_parallel.tuning.measured.tuner import CHUNKS, Tuner
 
 log = logging.getLogger("ascend_parallel")
@@ -42,13 +42,15 @@ def all_kept_whole(settings: Settings) -> str | None:
     return f"{option} measured {passes}: whole is faster here, so none was cut; nothing is lost"
 
 
-def refuse_foreign_plan(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise `PlanError` if the plan of `settings` was measured on another kind of machine or group."""
-    if settings.plan is None:
-        return
+def refusal_of_plan(plan: Plan | UnreadPlan, group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return why this rank cannot use `plan`: not read, or measured on another kind of machine or group; "" if it can.
+
+    Ranks exchange the reasons before one of them raises.
+    """
+    if isinstance(plan, UnreadPlan):
+        return plan.reason
     here = this_machine(group.size(), device, group._get_backend(device).name())
-    if different := differences(settings.plan, here):  # type: ignore[arg-type]
-        raise PlanError(
-            f"the plan was measured elsewhere: {'; '.join(different)}. Measure one here with COC_TUNE, or unset "
-            "COC_PLAN"
-        )
+    if different := differences(plan, here):
+        cure = "Measure one here with COC_TUNE, or unset COC_PLAN"
+        return f"the plan was measured elsewhere: {'; '.join(different)}. {cure}"
+    return ""

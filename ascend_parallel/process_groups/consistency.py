@@ -53,8 +53,12 @@ class SettingsAgreement:
         self.confirmed: WeakSet[dist.ProcessGroup] = WeakSet()
         """The groups whose ranks have compared them."""
 
-    def confirm(self, group: dist.ProcessGroup) -> None:
+    def confirm(self, group: dist.ProcessGroup, found: Mapping[str, Any] | None = None) -> None:
         """Return once every rank of `group` has published the same settings; later calls look up a set.
+
+        found
+            What this rank found out about its settings in this group, such as a plan that it refuses: published in
+            their place.
 
         Every rank calls this where all ranks of the group communicate. Raises `DisagreementError` on every rank: with
         the settings that differ, or, after the time limit of the group or its store, with the missing ranks.
@@ -63,7 +67,7 @@ class SettingsAgreement:
             confirm_same(
                 group,
                 "its first overlapped layer",
-                {"version of ascend_parallel": __version__, **self._settings()},
+                {"version of ascend_parallel": __version__, **self._settings(), **(found or {})},
                 f"ranks of {describe(group)} run with different settings",
                 "Export the same variables, and install the same version, on every rank",
                 topic="settings",

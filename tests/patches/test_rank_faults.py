@@ -2,11 +2,13 @@
 
 import ast
 import re
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from launch import launch
 from marks import promise
@@ -14,6 +16,7 @@ from marks import promise
 from ascend_parallel import __version__
 from ascend_parallel.process_groups import consistency
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
 
 ROOT = Path(__file__).parents[2]
 LINKS = ("ascend_parallel/ops", "ascend_parallel/patches")  # to the folders beside the package
@@ -69,6 +72,38 @@ def test_settings_that_differ_are_an_error_on_every_rank(environs, difference):
         assert rank.stdout.startswith("DisagreementError ranks of group"), rank.stdout
         assert difference in rank.stdout
         assert "Export the same variables" in rank.stdout
+
+
+@pytest.mark.parametrize("missing", ["file", "variable"])
+def test_a_plan_that_one_rank_lacks_is_named_with_its_reason_by_every_rank(tmp_path, missing):
+    path = tmp_path / "plan.json"
+    Plan(this_machine(2, torch.device("cpu"), "gloo")).save(path)
+    lacks = {"COC_PLAN": "none.json"} if missing == "file" else {}
+    for rank in launch(code(LAYER), [{"COC_PARALLEL_NUM": "4", **each} for each in ({"COC_PLAN": str(path)}, lacks)]):
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.startswith("DisagreementError ranks of group"), rank.stdout
+        why = "refused: COC_PLAN='none.json' cannot be read: No such file or directory" if lacks else "None"
+        assert re.search(rf"COC_PLAN is [0-9a-f]{{16}} on rank 0, {why} on rank 1", rank.stdout), rank.stdout
+
+
+@pytest.mark.slow
+def test_a_plan_that_no_rank_can_use_is_an_error_of_the_plan_on_every_rank(tmp_path):
+    path = tmp_path / "plan.json"
+    Plan(replace(this_machine(2, torch.device("cpu"), "gloo"), torch="1.0")).save(path)
+    for plan, text in (("none.json", "COC_PLAN='none.json' cannot be read"), (str(path), "measured elsewhere: torch")):
+        program = code(LAYER.replace("RuntimeError", "ValueError"))
+        for rank in launch(program, [{"COC_PARALLEL_NUM": "4", "COC_PLAN": plan}] * 2):
+            assert rank.stdout.startswith("PlanError") and text in rank.stdout, rank.stdout + rank.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_of_another_machine_on_one_rank_is_named_by_every_rank(tmp_path):
+    path = tmp_path / "plan.json"
+    Plan(this_machine(2, torch.device("cpu"), "gloo")).save(path)
+    threads = "\nif rank == 1: torch.set_num_threads(2)\n"
+    for rank in launch(code(threads, LAYER), [{"COC_PARALLEL_NUM": "4", "COC_PLAN": str(path)}] * 2):
+        assert rank.stdout.startswith("DisagreementError ranks of group"), rank.stdout + rank.stderr
+        assert "refused: the plan was measured elsewhere: threads is 2 here and was 1" in rank.stdout
 
 
 def test_a_rank_that_hosts_the_store_lets_the_others_read_the_reason():

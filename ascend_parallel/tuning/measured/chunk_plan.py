@@ -162,6 +162,29 @@ class Plan:
         replace_text(path, json.dumps(self.as_dict(), indent=1), durable=True)
 
 
+@dataclass(frozen=True)
+class UnreadPlan:
+    """In place of a plan that this rank could not read: ranks compare `digest`, and then every one of them raises.
+
+    A rank that raised alone, where it reads its settings, would leave the others to a lost connection.
+    """
+
+    reason: str
+
+    @property
+    def digest(self) -> str:
+        """Return the reason, which ranks compare in place of a plan's content."""
+        return f"not read ({self.reason})"
+
+    def find(self, problem: Problem) -> None:
+        """Raise `PlanError` with the reason: there are no chunk sizes."""
+        raise PlanError(self.reason)
+
+    def of(self, run: str) -> UnreadPlan:
+        """Return the same for the other pass."""
+        return self
+
+
 def this_machine(ranks: int, device: torch.device, backend: str) -> Machine:
     """Describe the machine this process runs on, for a group of `ranks` over `backend`."""
     return Machine(
