@@ -270,7 +270,7 @@ def strategy(
     needs_sharding("strategy")
     from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
-    from ascend_parallel.training.explain import as_dict, explain, fullest_rank
+    from ascend_parallel.training.explain import as_dict, collectives, explain, fullest_rank
     from ascend_parallel.training.loss import mean_loss
     from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
 
@@ -302,7 +302,8 @@ def strategy(
         if schedule is not None:
             schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
         if html is not None:
-            html.write_text(to_html(planned.plan, held=fullest_rank(planned)), encoding="utf-8")
+            cells = collectives(planned).table()
+            html.write_text(to_html(planned.plan, held=fullest_rank(planned), collectives=cells), encoding="utf-8")
     if run is not None and not as_json:
         typer.echo(f"{run.report()}\n")
     typer.echo(text)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
-
-import torch
 
 from ascend_parallel.overlap.choices import chunks_in_words
 from ascend_parallel.settings import Settings, current_settings
@@ -22,11 +21,12 @@ from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
-from ascend_parallel.sharding.visualize.explain import summary, warnings
+from ascend_parallel.sharding.visualize.explain import exposed_seconds, headline, warnings
 from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.autocast import is_cast
 from ascend_parallel.training.optimizer.partition import predicted_memory
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
+from ascend_parallel.training.step_collectives import StepCollectives, step_collectives
 from ascend_parallel.training.training_plan import TrainingPlan
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 from ascend_parallel.tuning.step_time.schedule import SPLIT, most_held, stages_of
@@ -88,7 +88,7 @@ def explain(
     explained = _Explained(planned, settings)
     lines = [f"{name}: {text}" for name, text in explained.lines()]
     lines += [f"warning: {text}" for text in explained.warnings()]
-    lines += ["", *table(explained.groups)]
+    lines += ["", *table(explained.groups), "", *explained.collectives.lines()]
     if operators:
         held = explained.fullest
         lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan, full=full, held=held))]
@@ -105,16 +105,24 @@ def fullest_rank(planned: TrainingPlan) -> RankBytes:
     return _Explained(planned).fullest
 
 
+def collectives(planned: TrainingPlan) -> StepCollectives:
+    """Return the collectives of a step, as `explain` counts them."""
+    return _Explained(planned).collectives
+
+
 def as_dict(planned: TrainingPlan) -> dict[str, Any]:
-    """Return the explanation as plain values, for JSON: bytes and seconds."""
+    """Return the explanation as plain values, for JSON: bytes and seconds.
+
+    "collectives" has what runs in each "micro_batch", "once" in a step, and in the "step" in all: counts by kind, the
+    bytes that a rank sends, and seconds as if nothing hid them. With a pipeline, those of the ranks that take longest.
+    """
     explained = _Explained(planned)
     return {
         "mode": planned.strategy.mode,
         "ranks": planned.strategy.ranks,
         "mesh": dict(planned.strategy.mesh),
         "meshes": [dict(mesh) for mesh in planned.strategy.stage_meshes],
-        "collectives": planned.plan.collectives(),
-        "communication": planned.plan.seconds,
+        "collectives": explained.collectives.as_dict(),
         "ops_fused": dict(planned.ops_fused),
         "bubble": explained.bubble,
         "stages": [
@@ -139,6 +147,7 @@ class _Stage:
     fused: tuple[Fusion, ...]
     buckets: tuple[Bucket, ...]
     prefetched: tuple[PrefetchGroup, ...]
+    collectives: StepCollectives
 
     @property
     def activations(self) -> float:
@@ -181,10 +190,11 @@ class _Explained:
         yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {each if self.parts else 'a mesh'} of {strategy.sizes}"
         micro_batches = strategy.pipeline.micro_batches
         for plan in self._planned.different_plans:
-            for line in summary(plan)[:2]:
-                if micro_batches > 1:  # the plan is for 1 micro-batch
-                    line = line.replace("collectives of a step", f"collectives of one of {micro_batches} micro-batches")
-                yield "plan", line
+            yield "plan", headline(plan)
+            if plan.overlap is not None:
+                batch = "a micro-batch" if micro_batches > 1 else "a step"
+                ms = 1e3 * exposed_seconds(plan)
+                yield "plan", f"{ms:.3f} ms of the collectives of {batch} stay exposed beside its matmuls"
         for name, count in self._planned.ops_fused.items():
             yield "fused_passes", f"{name}: {count} operators and the tensors between them fused away"
         yield from self._pipeline()
@@ -210,6 +220,13 @@ class _Explained:
     def fullest(self) -> RankBytes:
         """What the rank holds that holds the most."""
         return max((group.held for group in self.groups), key=lambda held: held.total)
+
+    @cached_property
+    def collectives(self) -> StepCollectives:
+        """The collectives of a step; with a pipeline, of the group of ranks whose collectives take longest."""
+        of_stages = {stage.name: stage.collectives for stage in self.stages}
+        by_group = [reduce(add, (of_stages[name] for name in group.stages)) for group in self.groups]
+        return max(by_group, key=lambda each: each.total.seconds)
 
     def _pipeline(self) -> Iterator[tuple[str, str]]:
         options = self._strategy.pipeline
@@ -259,7 +276,7 @@ class _Explained:
             casts = [node for stage in self.stages for node in stage.plan.graph.nodes.values() if is_cast(node)]
             yield "amp", f"level {amp.level}: {len(casts)} casts of tensors between {amp.dtype} and fp32"
         nodes = [node for stage in self.stages for node in stage.plan.graph.nodes.values() if node.kind == PARAMETER]
-        if any(self._grad_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
+        if any(self._strategy.gradient_dtype(node.outputs[0].dtype) != node.outputs[0].dtype for node in nodes):
             yield "amp", f"gradients of {self._strategy.backwards} backwards add up, and are summed over ranks, in fp32"
         if merge.steps > 1:
             how = "mean" if merge.average else "sum"
@@ -278,9 +295,11 @@ class _Explained:
         if all_buckets:
             members = [member for bucket in all_buckets for member in bucket.members]
             nbytes = sum(
-                member.nbytes // member.dtype.itemsize * self._grad_dtype(member.dtype).itemsize for member in members
+                member.nbytes // member.dtype.itemsize * self._strategy.gradient_dtype(member.dtype).itemsize
+                for member in members
             )
-            under = "under backward" if self._strategy.overlap.gradients else "after backward"
+            hidden = self._strategy.overlap.gradients and not self.parts  # a pipeline sums after its last backward
+            under = "under backward" if hidden else "after backward"
             yield (
                 "comm_fusion",
                 f"{len(members)} gradients, {size_of(nbytes)}, are summed in {len(all_buckets)} buckets {under}",
@@ -311,6 +330,7 @@ class _Explained:
             rank_plan.schedule.fused,
             buckets(rank_plan.summed, bucket_bytes),
             tuple(group for groups in rank_plan.prefetches.values() for group in groups),
+            step_collectives(self._strategy, rank_plan),
         )
 
     def _memory(self, plan: ShardingPlan, zero_stage: int) -> RankBytes:
@@ -333,14 +353,12 @@ class _Explained:
                         partition_by=self._strategy.sharding.partition_by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
-                        grad_itemsize=self._grad_dtype(mine[0].outputs[0].dtype).itemsize if wide else None,
+                        grad_itemsize=self._strategy.gradient_dtype(mine[0].outputs[0].dtype).itemsize
+                        if wide
+                        else None,
                     )
                 )
         return sum(memories, RankBytes(0, 0, 0))
-
-    def _grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` accumulate."""
-        return WIDE if self._strategy.wide_gradients and dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
         """Return how many ranks of the sharding dimension hold the same shard of a parameter."""

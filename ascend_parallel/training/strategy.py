@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
@@ -217,6 +219,10 @@ class Strategy:
     def wide_gradients(self) -> bool:
         """Whether 16-bit gradients accumulate in fp32."""
         return self.backwards > 1 if self.amp.master_grad is None else self.amp.master_grad
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of `dtype` add up."""
+        return WIDE if self.wide_gradients and dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
     def meshes(self) -> tuple[ProcessMesh, ...]:
         """Return the mesh of each pipeline stage's group of ranks; ranks in ascending order, stage by stage."""

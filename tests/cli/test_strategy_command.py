@@ -61,7 +61,7 @@ def test_it_says_what_a_pipeline_comes_to_and_draws_it(told):
     found = told(PIPELINE, "--schedule", "s.svg", "--html", "s.html")
     assert found.exit_code == 0, found.output
     assert "4 ranks, each stage on a mesh of dp=2" in found.stdout
-    assert "collectives of one of 4 micro-batches" in found.stdout  # the plan is of one, and says so
+    assert "a step of 4 micro-batches" in found.stdout
     assert "rank 1  .   F0" in found.stdout or "rank 1  .  F0" in found.stdout
     assert Path("s.svg").read_text().startswith("<svg")
     page = html.unescape(Path("s.html").read_text())

@@ -82,6 +82,7 @@ def test_equal_stages_in_a_row_are_told_once():
         r"pipeline: stages 0 to 4 each send \S+ KB a rank and micro-batch, and receive as much back", sends
     )
     table = lines[lines.index("") + 1 :]
+    table = table[: table.index("")]
     assert [line.split("  ")[0] for line in table] == ["stage", "0", "1 to 4", "5"]
     assert len({len(line) for line in table}) == 1
 
@@ -186,7 +187,7 @@ def test_a_rank_with_several_stages_holds_the_sum_of_them():
     first = found["groups"][0]
     begin, middle = (stage["activations"] / most for stage, most in zip(found["stages"][::2], (4, 2), strict=True))
     assert first["activations"] == pytest.approx(max(4 * begin + middle, 3 * begin + 2 * middle))
-    assert explain(deep).splitlines()[-2].startswith("0, 2  ")
+    assert any(line.startswith("0, 2  ") for line in explain(deep).splitlines())
 
 
 @pytest.mark.sample("zbv-2")

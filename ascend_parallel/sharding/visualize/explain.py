@@ -43,16 +43,11 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     held
         What a rank holds, where more is known than the plan: stages, recompute, ZeRO. None: `ShardingPlan.memory`.
     """
-    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.sizes.items())
-    calls = len(plan.graph.of_kind(CALL))
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
-    memory, objective = held or plan.memory(), plan.objective
-    if plan.overlap is not None:
-        objective += f" of matmuls that run with their collectives ({chunks_in_words(plan.overlap)})"
-    exposed = "" if plan.overlap is None else f", of which {1e3 * _exposed(plan):.3f} ms stay exposed"
-    proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
+    memory = held or plan.memory()
+    exposed = "" if plan.overlap is None else f", of which {1e3 * exposed_seconds(plan):.3f} ms stay exposed"
     return [
-        f"{calls} operators on a mesh of {mesh}; objective {objective}: {1e3 * plan.cost:.3f} ms, {proof}",
+        headline(plan),
         f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
         f"{1e3 * plan.seconds:.3f} ms{exposed}",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
@@ -61,7 +56,18 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     ]
 
 
-def _exposed(plan: ShardingPlan) -> float:
+def headline(plan: ShardingPlan) -> str:
+    """Return a line with the plan's operators, mesh, objective and cost."""
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.sizes.items())
+    objective = plan.objective
+    if plan.overlap is not None:
+        objective += f" of matmuls that run with their collectives ({chunks_in_words(plan.overlap)})"
+    proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
+    calls = len(plan.graph.of_kind(CALL))
+    return f"{calls} operators on a mesh of {mesh}; objective {objective}: {1e3 * plan.cost:.3f} ms, {proof}"
+
+
+def exposed_seconds(plan: ShardingPlan) -> float:
     """Return the seconds of collectives that no matmul and no backward hides."""
     return max(0.0, exposed_collectives(plan).seconds - plan.hidden_sums)
 
@@ -230,7 +236,7 @@ def as_dict(plan: ShardingPlan) -> dict[str, Any]:
         "cost": plan.cost,
         "bound": plan.bound,
         "communication": plan.seconds,
-        "exposed": _exposed(plan),
+        "exposed": exposed_seconds(plan),
         "collectives": plan.collectives(),
         "memory": plan.memory().without_buffers(),
         "nodes": nodes,

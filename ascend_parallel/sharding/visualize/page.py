@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ascend_parallel.sharding.layout import REPLICATE, text
+from ascend_parallel.sharding.planner.gradient_sums import is_sum
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.visualize.advice import Advice
 from ascend_parallel.sharding.visualize.explain import NodeRow, node_rows, summary
@@ -23,24 +24,33 @@ WHOLE, OTHERS = "#dddddd", "#f4f4f4"
 COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00")
 CHARACTER, LINE, LONGEST = 6.3, 15.0, 60
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# A row of the table of collectives: tensor, readers, layouts, steps of forward and of backward.
-Row = tuple[str, str, str, tuple[str, ...], tuple[str, ...]]
+# A row of the table of collectives: when they run, tensor, readers, layouts, steps of forward and of backward.
+Row = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 
 
-def to_html(plan: ShardingPlan, advice: Advice | None = None, held: RankBytes | None = None) -> str:
+def to_html(
+    plan: ShardingPlan,
+    advice: Advice | None = None,
+    held: RankBytes | None = None,
+    collectives: Sequence[Sequence[str]] = (),
+) -> str:
     """Return the page. Of equal repeated layers two are drawn; the others are counted.
 
     advice
         Is shown below the summary.
     held
         What a rank holds, as in `summary`; None: `ShardingPlan.memory`.
+    collectives
+        Of a training: how many run in each micro-batch and in a step, as the cells of a table, heads first. It stands
+        in place of the summary's line.
     """
     drawn = picture(plan)
     colours = _colours(plan, drawn)
     memory = held or plan.memory()
     return render(
         TEMPLATE,
-        summary=summary(plan, memory),
+        summary=[line for line in summary(plan, memory) if not (collectives and line.startswith("collectives "))],
+        counted=collectives,
         advice=advice,
         legend=_legend(colours),
         drawn=drawn,
@@ -57,7 +67,7 @@ def to_html(plan: ShardingPlan, advice: Advice | None = None, held: RankBytes | 
             "activations": memory.activations,
             "together": memory.total,
         },
-        collectives=_collectives(plan),
+        collectives=_collectives(plan, "each micro-batch" if collectives else "forward and backward"),
         operators=_operators(plan),
     )
 
@@ -105,10 +115,11 @@ def _operators(plan: ShardingPlan) -> list[tuple[NodeRow, FoldedRow, list[str]]]
     return [(rows[each.first], each, [rows[row].where(rows[row].path) for row in each.rows]) for each in folded]
 
 
-def _collectives(plan: ShardingPlan) -> list[tuple[Row, tuple[int, float, float]]]:
+def _collectives(plan: ShardingPlan, usual: str) -> list[tuple[Row, tuple[int, float, float]]]:
     """Return the collectives with their count, bytes and seconds, the most time first.
 
-    Equal collectives of repeated layers share a row.
+    Equal collectives of repeated layers share a row. usual: when collectives run that are no sums of gradients, in
+    words.
     """
     rows: dict[Row, tuple[int, float, float]] = {}
 
@@ -121,9 +132,10 @@ def _collectives(plan: ShardingPlan) -> list[tuple[Row, tuple[int, float, float]
             ahead, back = (tuple(step_texts(each, plan)) for each in (conversion.ahead, conversion.back))
             changes = f"{text(conversion.source)} to {text(conversion.target)}"
             tensor, readers = _place(plan, conversion.value.node), _readers(plan, conversion.reader)
-            add((tensor, readers, changes, ahead, back), conversion.nbytes, conversion.seconds)
+            when = "once a step, in buckets" if is_sum(plan, conversion) else usual
+            add((when, tensor, readers, changes, ahead, back), conversion.nbytes, conversion.seconds)
     for name, steps in plan.op_collectives.items():
-        row = (_place(plan, name), "itself", "-", plan.texts_inside(name), ())
+        row = (usual, _place(plan, name), "itself", "-", plan.texts_inside(name), ())
         add(row, sum(step.nbytes for step in steps), sum(step.seconds for step in steps))
     return sorted(rows.items(), key=lambda row: -row[1][2])
 
