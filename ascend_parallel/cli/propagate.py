@@ -268,9 +268,8 @@ def strategy(
       ascend-parallel strategy my_models:qwen3 --mindformers pretrain_qwen3.yaml --layers model.layers
     """
     needs_sharding("strategy")
-    from ascend_parallel.sharding import to_html
     from ascend_parallel.training import Strategy, plan_training
-    from ascend_parallel.training.explain import as_dict, collectives, explain, fullest_rank
+    from ascend_parallel.training.explain import Explanation
     from ascend_parallel.training.loss import mean_loss
     from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
 
@@ -298,12 +297,12 @@ def strategy(
         built, batch, loss = _built(model, requested.ranks, rows, seq)
         planned = plan_training(requested, built, batch, loss or mean_loss)
         more = {} if run is None else {"mindformers": run.as_dict()}
-        text = json.dumps(as_dict(planned) | more, indent=1) if as_json else explain(planned, operators, full=full)
+        explained = Explanation(planned)
+        text = json.dumps(explained.as_dict() | more, indent=1) if as_json else explained.text(operators, full=full)
         if schedule is not None:
             schedule.write_text(requested.pipeline.svg(), encoding="utf-8")
         if html is not None:
-            cells = collectives(planned).table()
-            html.write_text(to_html(planned.plan, held=fullest_rank(planned), collectives=cells), encoding="utf-8")
+            html.write_text(explained.html(model), encoding="utf-8")
     if run is not None and not as_json:
         typer.echo(f"{run.report()}\n")
     typer.echo(text)

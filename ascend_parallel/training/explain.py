@@ -22,11 +22,13 @@ from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.visualize.explain import explain as explain_plan
 from ascend_parallel.sharding.visualize.explain import exposed_seconds, headline, warnings
+from ascend_parallel.sharding.visualize.page import to_html
 from ascend_parallel.text import equal_runs, size_of
 from ascend_parallel.training.autocast import is_cast
 from ascend_parallel.training.optimizer.partition import predicted_memory
 from ascend_parallel.training.pipeline.split_plan import StagePlan, split_into_stages
 from ascend_parallel.training.step_collectives import StepCollectives, step_collectives
+from ascend_parallel.training.step_price import StepPrice
 from ascend_parallel.training.training_plan import TrainingPlan
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 from ascend_parallel.tuning.step_time.schedule import SPLIT, most_held, stages_of
@@ -75,6 +77,14 @@ def table(groups: Sequence[GroupMemory]) -> Iterator[str]:
     yield from (name.ljust(width) + row for name, row in named)
 
 
+def in_billions(count: int) -> str:
+    """Return a count of parameters: 6.74B, 12.3M, 4096."""
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)
+
+
 def explain(
     planned: TrainingPlan, operators: bool = False, settings: Settings | None = None, *, full: bool = False
 ) -> str:
@@ -85,54 +95,22 @@ def explain(
     settings
         Settings of the overlapped operators; None: the current settings.
     """
-    explained = _Explained(planned, settings)
-    lines = [f"{name}: {text}" for name, text in explained.lines()]
-    lines += [f"warning: {text}" for text in explained.warnings()]
-    lines += ["", *table(explained.groups), "", *explained.collectives.lines()]
-    if operators:
-        held = explained.fullest
-        lines += [line for plan in planned.different_plans for line in ("", explain_plan(plan, full=full, held=held))]
-    return "\n".join(lines)
+    return Explanation(planned, settings).text(operators, full=full)
 
 
 def plan_warnings(planned: TrainingPlan) -> list[str]:
     """Return the warnings of a planned training: too little memory, repeated work. `explain` shows them too."""
-    return list(_Explained(planned).warnings())
+    return list(Explanation(planned).warnings())
 
 
 def fullest_rank(planned: TrainingPlan) -> RankBytes:
     """Return the bytes of the rank that holds the most, without buffers: the largest row of the table of `explain`."""
-    return _Explained(planned).fullest
-
-
-def collectives(planned: TrainingPlan) -> StepCollectives:
-    """Return the collectives of a step, as `explain` counts them."""
-    return _Explained(planned).collectives
+    return Explanation(planned).fullest
 
 
 def as_dict(planned: TrainingPlan) -> dict[str, Any]:
-    """Return the explanation as plain values, for JSON: bytes and seconds.
-
-    "collectives" has what runs in each "micro_batch", "once" in a step, and in the "step" in all: counts by kind, the
-    bytes that a rank sends, and seconds as if nothing hid them. With a pipeline, those of the ranks that take longest.
-    """
-    explained = _Explained(planned)
-    return {
-        "mode": planned.strategy.mode,
-        "ranks": planned.strategy.ranks,
-        "mesh": dict(planned.strategy.mesh),
-        "meshes": [dict(mesh) for mesh in planned.strategy.stage_meshes],
-        "collectives": explained.collectives.as_dict(),
-        "ops_fused": dict(planned.ops_fused),
-        "bubble": explained.bubble,
-        "stages": [
-            stage.memory.without_buffers() | {"stage": stage.name, "activations": stage.activations}
-            for stage in explained.stages
-        ],
-        "groups": [{"stages": group.stages, **group.held.without_buffers()} for group in explained.groups],
-        "options": dict(explained.lines()),
-        "warnings": list(explained.warnings()),
-    }
+    """Return the explanation as plain values, for JSON: see `Explanation.as_dict`."""
+    return Explanation(planned).as_dict()
 
 
 @dataclass(frozen=True)
@@ -155,13 +133,88 @@ class _Stage:
         return self.saved[1] * self.live
 
 
-class _Explained:
+class Explanation:
+    """What a planned training comes to: as text, as a page, as plain values. All three say the same."""
+
     def __init__(self, planned: TrainingPlan, settings: Settings | None = None) -> None:
+        """Take a plan, and the settings of overlapped operators; None: the current settings."""
         self._planned, self._strategy = planned, planned.strategy
         self._settings = settings or current_settings()
 
+    def text(self, operators: bool = False, *, full: bool = False) -> str:
+        """Return what `explain` returns."""
+        lines = [f"{name}: {text}" for name, text in self.lines()]
+        lines += [f"warning: {text}" for text in self.warnings()]
+        lines += ["", *table(self.groups), "", *self.collectives.lines()]
+        for plan in self._planned.different_plans if operators else ():
+            lines += ["", explain_plan(plan, full=full, held=self.fullest)]
+        return "\n".join(lines)
+
+    def html(self, model: str = "") -> str:
+        """Return the page: what is trained and how first, then the plan; `model`: its name, in place of its class."""
+        return to_html(
+            self._planned.plan, held=self.fullest, facts=self.facts(model), collectives=self.collectives.table()
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON: bytes and seconds.
+
+        "step" has the predicted seconds and rates. "collectives" has what runs in each "micro_batch", "once" in a step,
+        and in the "step" in all: counts by kind, the bytes that a rank sends, and seconds as if nothing hid them; with
+        a pipeline, those of the ranks whose collectives take longest.
+        """
+        return {
+            "mode": self._strategy.mode,
+            "ranks": self._strategy.ranks,
+            "mesh": dict(self._strategy.mesh),
+            "meshes": [dict(mesh) for mesh in self._strategy.stage_meshes],
+            "step": {**self.price.throughput.as_dict(), "parts": vars(self.price.times)},
+            "collectives": self.collectives.as_dict(),
+            "ops_fused": dict(self._planned.ops_fused),
+            "bubble": self.bubble,
+            "stages": [
+                stage.memory.without_buffers() | {"stage": stage.name, "activations": stage.activations}
+                for stage in self.stages
+            ],
+            "groups": [{"stages": group.stages, **group.held.without_buffers()} for group in self.groups],
+            "options": dict(self.lines()),
+            "warnings": list(self.warnings()),
+        }
+
+    def facts(self, model: str = "") -> dict[str, str]:
+        """Return what is trained and how, by name: the first lines of the page."""
+        strategy, pipeline, sharding = self._strategy, self._strategy.pipeline, self._strategy.sharding
+        count = sum(parameter.numel() for parameter in self._planned.model.parameters())
+        amp = "; ".join(text for name, text in self._precision() if name == "amp")
+        stages = f"{pipeline.count} stages on {pipeline.degree} groups of ranks, {pipeline.schedule}"
+        merged = strategy.gradient_merge.steps
+        return {
+            "model": f"{model or type(self._planned.model).__name__}, {in_billions(count)} parameters",
+            "mesh": f"{strategy.sizes}{' for each stage' if self.parts else ''}; {strategy.ranks} ranks, "
+            f"mode {strategy.mode}",
+            "pipeline": stages if self.parts else "none",
+            "micro-batches": f"{pipeline.micro_batches}{f', of each of {merged} merged batches' if merged > 1 else ''}",
+            "ZeRO": f"stage {sharding.zero_stage}" + (f" over {sharding.dim}" if sharding.zero_stage else ""),
+            "amp": amp or "none: the model's own dtype",
+            "a step": self._step_in_words(),
+            "memory": f"{size_of(self.fullest.total)} on the rank that holds the most",
+        }
+
+    @cached_property
+    def price(self) -> StepPrice:
+        """The predicted step."""
+        sent = [part.sent_bytes for part in self.parts[:-1]]
+        return StepPrice(self._planned, self.recompute, self._settings, sent)
+
+    def _step_in_words(self) -> str:
+        hardware = self._planned.plan.costs.hardware
+        assert hardware is not None
+        seconds, rates = self.price.times.total, self.price.throughput
+        return f"{seconds:.4g} s, {rates}, by the cost model of {hardware.title}"
+
     @cached_property
     def parts(self) -> tuple[StagePlan, ...]:
+        """The plan of each stage; empty without a pipeline."""
         if not self._planned.stages:
             return ()
         options, meshes = self._strategy.pipeline, self._planned.meshes
@@ -171,6 +224,7 @@ class _Explained:
 
     @cached_property
     def stages(self) -> list[_Stage]:
+        """The memory and the operators of each stage, or of the whole model."""
         if not self.parts:
             return [self._stage("all", self._planned.plan, 1.0)]
         options = self._strategy.pipeline
@@ -182,12 +236,15 @@ class _Explained:
 
     @property
     def bubble(self) -> float:
+        """The share of a step in which ranks wait for their pipeline."""
         return self._strategy.pipeline.simulated().bubble if self.parts else 0.0
 
     def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield what each option does, by the option's name."""
         strategy = self._strategy
         each = "stages on meshes" if strategy.pipeline.meshes else "each stage on a mesh"
         yield "mode", f"{strategy.mode}, {strategy.ranks} ranks, {each if self.parts else 'a mesh'} of {strategy.sizes}"
+        yield "step", self._step_in_words()
         micro_batches = strategy.pipeline.micro_batches
         for plan in self._planned.different_plans:
             yield "plan", headline(plan)
@@ -307,6 +364,7 @@ class _Explained:
 
     @cached_property
     def recompute(self) -> Recompute:
+        """What backward computes again: by the strategy, or by marks in the model."""
         return self._strategy.recompute if self._strategy.recompute.modules else Recompute.of(self._planned.model)
 
     def _stage(self, name: str, plan: ShardingPlan, live: float) -> _Stage:
@@ -334,7 +392,7 @@ class _Explained:
         )
 
     def _memory(self, plan: ShardingPlan, zero_stage: int) -> RankBytes:
-        amp, wide, first = self._strategy.amp, self._strategy.wide_gradients, (0,) * plan.mesh.ndim
+        amp, first = self._strategy.amp, (0,) * plan.mesh.ndim
         memories = []
         for replicas in sorted({self._replicas(plan, name) for name in plan.graph.nodes}):
             nodes = [node for node in plan.graph.nodes.values() if node.kind == PARAMETER]
@@ -353,9 +411,7 @@ class _Explained:
                         partition_by=self._strategy.sharding.partition_by,
                         itemsize=mine[0].outputs[0].dtype.itemsize,
                         master_itemsize=masters,
-                        grad_itemsize=self._strategy.gradient_dtype(mine[0].outputs[0].dtype).itemsize
-                        if wide
-                        else None,
+                        wide_gradients=self._strategy.wide_gradients,
                     )
                 )
         return sum(memories, RankBytes(0, 0, 0))

@@ -70,6 +70,25 @@ def test_it_says_what_a_pipeline_comes_to_and_draws_it(told):
     assert any(activations in row for row in rows)
 
 
+def test_the_page_says_first_what_is_trained_and_how(told):
+    more = '[sharding]\nzero_stage = 1\n[amp]\ndtype = "bfloat16"\n'
+    found = told(PIPELINE + more, "--html", "s.html")
+    page = html.unescape(Path("s.html").read_text())
+    first = page[page.index("<h1>") : page.index("<p>")]
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", first))
+    assert "<h1>Training plan</h1>" in page
+    assert rows.pop("a step") in found.stdout and rows.pop("memory").endswith("on the rank that holds the most")
+    assert rows == {
+        "model": "models.py:small, 144 parameters",
+        "mesh": "dp=2 for each stage; 4 ranks, mode auto",
+        "pipeline": "2 stages on 2 groups of ranks, 1f1b",
+        "micro-batches": "4",
+        "ZeRO": "stage 1 over dp",
+        "amp": "bfloat16, fp32 master weights; gradients of 4 backwards add up, and are summed over ranks, in fp32",
+    }
+    assert re.search(r"\nstep: \S+ s, \S+ rows per second and card, MFU [\d.]+%, by the cost model of ", found.stdout)
+
+
 def test_the_function_may_give_the_loss(told):
     found = told("[mesh]\ndp = 2\n", function="with_a_loss")
     assert "2 ranks, a mesh of dp=2" in found.stdout, found.output

@@ -1,4 +1,5 @@
-"""One price: `predict` of a described step, and plan-training's evaluation of the same degrees of a traced model.
+"""One price of a step: of `predict`, which has it described; of plan-training's evaluation of the same degrees of a
+traced model; and of `strategy`, for the strategy that stands for them.
 
 What a described model cannot know, and the layouts here leave out:
 
@@ -12,20 +13,25 @@ What a described model cannot know, and the layouts here leave out:
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from ascend_parallel.settings import Settings
+from ascend_parallel.training import Strategy, plan_training
 from ascend_parallel.training.degrees.evaluation import Evaluation
 from ascend_parallel.training.degrees.planning import Planner
-from ascend_parallel.training.degrees.presets import traced_preset
+from ascend_parallel.training.degrees.presets import built_preset, traced_preset
 from ascend_parallel.training.degrees.rescaling import GraphFamily
 from ascend_parallel.training.degrees.space import Degrees
+from ascend_parallel.training.explain import Explanation
+from ascend_parallel.training.optimizer import predicted_memory
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import MEGATRON
 from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.step import Layout, operators_of, step_time
+from ascend_parallel.tuning.step_time.replicas import ReplicatedState, Weights
 from ascend_parallel.tuning.step_time.runtimes import MEGATRON as MEGATRON_CORE
 from ascend_parallel.tuning.step_time.runtimes import PLANNED
 
@@ -104,6 +110,56 @@ def test_predict_and_plan_training_say_the_same_of_a_step(layout):
     (seconds, memory), (expected, bytes_expected) = planned(name, length, degrees), described(name, length, degrees)
     assert seconds == pytest.approx(expected, rel=WITHIN)
     assert memory.total == pytest.approx(bytes_expected.total, rel=WITHIN)
+
+
+@pytest.mark.sample("ZeRO 2", "recompute")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strategy_says_of_a_step_what_plan_training_said(layout):
+    name, length, given = LAYOUTS[layout]
+    degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 1} | given))
+    seconds, memory = planned(name, length, degrees)
+    rows = degrees.dp * degrees.rows * degrees.micro_batches
+    strategy = Strategy.from_dict(degrees.tables(["layers.*"], "910b", "bfloat16"))
+    explained = Explanation(plan_training(strategy, *built_preset(find_model(name), length, rows)))
+    step = explained.as_dict()["step"]
+    assert step["seconds"] == pytest.approx(seconds, rel=0.015)
+    held = sum((vars(memory) | {"buffers": 0.0}).values())  # `strategy` leaves buffers out
+    assert explained.fullest.total == pytest.approx(held, rel=WITHIN)
+    cards = degrees.dp * degrees.replica * degrees.pp
+    assert step["tokens_per_second_per_card"] == pytest.approx(rows * length / step["seconds"] / cards)
+    macs = rows * length * find_model(name).macs_per_token(length)
+    needed = 3 * macs / step["seconds"] / cards / CostModel(HARDWARE).peak(2)
+    assert step["mfu"] == pytest.approx(needed, rel=0.01)  # the traced vocabulary is padded
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_rank_of_a_strategy_holds_what_the_step_model_says(zero_stage, micro_batches, masters):
+    """predicted_memory has real slices, and the same bytes of each element."""
+    weights = Weights(
+        elements=np.array([4096.0]), own=np.array([1024.0]), itemsize=2, replicas=4, collective=lambda kind, nbytes: 0.0
+    )
+    state = ReplicatedState(
+        weights=[weights],
+        ranks_of_stages=(0,),
+        layers=(1,),
+        micro_batches=micro_batches,
+        zero_stage=zero_stage,
+        under_backward=True,
+        masters=masters,
+        runtime=PLANNED,
+        stream=lambda nbytes: 0.0,
+    )
+    held = predicted_memory(
+        [(64, 64)],
+        zero_stage=zero_stage,
+        ranks=4,
+        itemsize=2,
+        master_itemsize=4 if masters else None,
+        wide_gradients=micro_batches > 1,
+    )
+    assert [float(of_ranks[0]) for of_ranks in state.held] == [held.parameters, held.gradients, held.optimizer]
 
 
 def test_fused_operators_are_what_a_plan_does_not_have():

@@ -9,7 +9,6 @@ import torch
 from mesh_stages import MEGATRON, SQUARE
 from torch.profiler import ProfilerActivity, profile
 
-from ascend_parallel.sharding import to_html
 from ascend_parallel.training import (
     GradientMerge,
     OverlapOptions,
@@ -21,7 +20,7 @@ from ascend_parallel.training import (
     plan_training,
     train_step,
 )
-from ascend_parallel.training.explain import as_dict, collectives
+from ascend_parallel.training.explain import Explanation, as_dict
 
 FOUR = PipelineOptions(micro_batches=4)
 MESH = {"mode": "semi_auto", "mesh": SQUARE, "operators": MEGATRON, "pipeline": FOUR}
@@ -75,14 +74,15 @@ def test_the_table_counts_what_a_step_runs(ranks, case):
 
 def test_text_page_and_json_have_one_table():
     planned = plan_training(Strategy(**CASES["data"]), gpt.GPT(), gpt.batch_of(0))
-    found = collectives(planned)
+    explained = Explanation(planned)
+    found = explained.collectives
     (heads, each, once, step) = found.table()
     assert heads == ("collectives", "all_gather", "all_reduce", "sent by a rank", "ms")
     # The loss of a micro-batch is gathered and summed; the gradients are summed once, in a bucket.
     assert (each[:3], once[:3]) == (("each micro-batch", "1", "1"), ("once in a step", "0", "1"))
     assert step[:3] == ("a step of 4 micro-batches", "4", "5")
     lines = [" ".join(line.split()) for line in explain(planned).splitlines()]
-    page = html.unescape(to_html(planned.plan, collectives=found.table()))
+    page = html.unescape(explained.html())
     for row in (heads, each, once, step):
         assert " ".join(row) in lines
     for cell in (*each, *once, *step):

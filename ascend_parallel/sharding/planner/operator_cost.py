@@ -83,9 +83,14 @@ def _attention(call: OpCall, inputs: Sequence[Shape]) -> tuple[float, int, int] 
 
 def amount(call: OpCall) -> float:
     """Return the work of a whole operator: multiply-adds of matmuls and attention, else output elements."""
+    return multiply_adds(call) or float(sum(prod(meta.shape) for meta in call.outputs))
+
+
+def multiply_adds(call: OpCall) -> float:
+    """Return the multiply-adds of the matmuls of a whole operator's forward, and of attention's scores; else 0."""
     outputs = [meta.shape for meta in call.outputs]
     count, matmul = _matmuls(call, [meta.shape for meta in call.inputs], outputs, [()] * len(call.inputs), ())
-    return float(sum(map(prod, outputs)) if matmul is None else count * prod(matmul))
+    return 0.0 if matmul is None else float(count * prod(matmul))
 
 
 def _matmuls(

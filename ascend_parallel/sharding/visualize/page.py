@@ -32,6 +32,7 @@ def to_html(
     plan: ShardingPlan,
     advice: Advice | None = None,
     held: RankBytes | None = None,
+    facts: Mapping[str, str] | None = None,
     collectives: Sequence[Sequence[str]] = (),
 ) -> str:
     """Return the page. Of equal repeated layers two are drawn; the others are counted.
@@ -40,6 +41,8 @@ def to_html(
         Is shown below the summary.
     held
         What a rank holds, as in `summary`; None: `ShardingPlan.memory`.
+    facts
+        Of a training: what is trained and how, by name; stands first.
     collectives
         Of a training: how many run in each micro-batch and in a step, as the cells of a table, heads first. It stands
         in place of the summary's line.
@@ -50,6 +53,7 @@ def to_html(
     return render(
         TEMPLATE,
         summary=[line for line in summary(plan, memory) if not (collectives and line.startswith("collectives "))],
+        facts=facts,
         counted=collectives,
         advice=advice,
         legend=_legend(colours),

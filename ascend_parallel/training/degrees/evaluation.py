@@ -369,7 +369,7 @@ class _At:
         parameters = self.work.parameters
         self.elements = np.array([parameter.elements for parameter in parameters], dtype=float)
         self.itemsizes = np.array([parameter.itemsize for parameter in parameters], dtype=float)
-        self.own = np.array([_slice(parameter.shape, shared.dp) for parameter in parameters], dtype=float)
+        self.own = np.array([slice_elements(parameter.shape, shared.dp) for parameter in parameters], dtype=float)
         self.recompute_rows = partial(evaluation.recompute_rows, self.sums)
         self._times = cache(self._times_of)
 
@@ -436,7 +436,7 @@ def ranges(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _slice(shape: Shape, ranks: int) -> int:
+def slice_elements(shape: Shape, ranks: int) -> int:
     """Return the elements of the first rank's slice (`partition`): the longest dimension is cut, rounded up."""
     if not shape:
         return 1

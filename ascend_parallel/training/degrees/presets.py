@@ -58,7 +58,7 @@ def traced_preset(model: Model, length: int, batch: int, dtype: str) -> ModelByB
         return fold(graph, equal if equal > KEPT else None)
 
     mixed = dtype != "float32"
-    return ModelByBatchSize(batch, trace, dtype if mixed else None, mixed, length)
+    return ModelByBatchSize(batch, trace, dtype if mixed else None, mixed, length, length)
 
 
 def built_preset(model: Model, length: int, batch: int) -> tuple[Transformer, tuple[torch.Tensor, torch.Tensor]]:

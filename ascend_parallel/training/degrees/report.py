@@ -52,6 +52,7 @@ def text(found: SearchResult, width: int | None = None) -> str:
         "",
         *_table(_rows(found), width),
         "",
+        f"best: {found.best[0].seconds:.4g} s a step, {found.throughput(found.best[0])}",
         "best, on the rank with the most work: "
         + ", ".join(f"{WORDS[name]} {seconds:.4g} s" for name, seconds in vars(found.best[0].parts).items()),
         "best, on the rank that holds the most: "
@@ -151,7 +152,7 @@ def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
         "degrees": vars(candidate.degrees),
         "gathers_weights": candidate.gathers_weights,
         "whole_weights": candidate.whole_weights,
-        "seconds": candidate.seconds,
+        **found.throughput(candidate).as_dict(),
         "parts": vars(candidate.parts),
         "bubble": candidate.parts.bubble / candidate.seconds,
         "memory": vars(candidate.memory) | {"total": candidate.memory.total},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 from ascend_parallel.settings import current_settings
-from ascend_parallel.sharding.graph import Graph
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Graph
 from ascend_parallel.sharding.planner.annotate import annotated
+from ascend_parallel.sharding.planner.operator_cost import multiply_adds
 from ascend_parallel.sharding.planner.propagate import MemoryLimitError
 from ascend_parallel.sharding.rules import experts
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -29,8 +31,10 @@ from ascend_parallel.training.degrees.work import NONE
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
 from ascend_parallel.training.pipeline.stage_assignment import MARK as STAGE
+from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
+from ascend_parallel.tuning.step_time.throughput import Throughput
 
 MOST_RANKS, MOST_BYTES = 1 << 17, 1e18
 
@@ -87,6 +91,29 @@ def length_of(batch: Sequence[Any]) -> int:
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else 0
 
 
+def tokens_of(batch: Sequence[Any]) -> int:
+    """Return the tokens of a batch: the elements of its first tensor of whole numbers, [rows, length]; 0: none."""
+    tensors = [value for value in batch if isinstance(value, torch.Tensor) and value.ndim == 2]
+    return next((value.numel() for value in tensors if not value.is_floating_point()), 0)
+
+
+def itemsize_of(graph: Graph, amp: str | None) -> int:
+    """Return the bytes of an element of the matmuls' operands: of mixed precision, else of most of the parameters."""
+    if amp is not None:
+        dtype: torch.dtype = getattr(torch, amp)
+        return dtype.itemsize
+    held = Counter[int]()
+    for node in graph.of_kind(PARAMETER):
+        held[node.outputs[0].dtype.itemsize] += int(node.outputs[0].nbytes)
+    return held.most_common(1)[0][0] if held else torch.float32.itemsize
+
+
+def _multiply_adds(folded: FoldedGraph) -> float:
+    calls = [node.call for node in folded.graph.of_kind(CALL)]
+    each = [0.0 if call is None else multiply_adds(call) for call in calls]
+    return float(sum(each[place] for place in folded.sequence))
+
+
 def rows_part(value: Any, rows: int, dtype: str | None) -> Any:
     """Return the first rows of a tensor of the batch, in the dtype of mixed precision."""
     if not isinstance(value, torch.Tensor):
@@ -114,6 +141,8 @@ class ModelByBatchSize:
         Whether the optimizer keeps fp32 weights.
     length
         The tokens of a sequence, the batch's second dimension; 0: none.
+    tokens
+        The tokens of a row; 0: it has none.
     """
 
     rows: int
@@ -121,6 +150,7 @@ class ModelByBatchSize:
     amp: str | None
     masters: bool
     length: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,6 +197,10 @@ class SearchResult:
     too_large
         The candidate with the least lower bound of its time among those that were planned and do not fit; None: all
         that were looked at fit.
+    macs, tokens
+        The multiply-adds of a row's forward, and its tokens; 0: it has none.
+    itemsize
+        Bytes of an element of the matmuls' operands.
     considered, timed
         The number of candidates, and of those whose schedule was timed; a lower bound excluded the others.
     """
@@ -177,10 +211,24 @@ class SearchResult:
     hardware: str
     amp: str | None
     layers: tuple[str, ...]
+    macs: float
+    tokens: int
+    itemsize: int
     best: tuple[Candidate, ...]
     too_large: Candidate | None
     considered: int
     timed: int
+
+    def throughput(self, candidate: Candidate) -> Throughput:
+        """Return tokens a second and card of a candidate, or rows of a batch that has no tokens, and the MFU."""
+        return Throughput(
+            seconds=candidate.seconds,
+            cards=self.ranks,
+            work=self.rows * (self.tokens or 1),
+            macs=self.rows * self.macs,
+            peak=CostModel(find_hardware(self.hardware)).peak(self.itemsize),
+            unit="tokens" if self.tokens else "rows",
+        )
 
     def tables(self, candidate: Candidate | None = None) -> dict[str, Any]:
         """Return the tables of the strategy of a candidate, by default of the best."""
@@ -231,7 +279,12 @@ def search_degrees(
         return fold(unmarked(trace_with_loss(built, loss, part)))
 
     traced = ModelByBatchSize(
-        rows, trace, options.dtype, options.dtype is not None and options.master_weights, length_of(batch)
+        rows=rows,
+        trace=trace,
+        amp=options.dtype,
+        masters=options.dtype is not None and options.master_weights,
+        length=length_of(batch),
+        tokens=tokens_of(batch) // rows,
     )
     return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep, cp=cp)
 
@@ -320,6 +373,9 @@ class _Search:
             hardware=self._hardware,
             amp=self._traced.amp,
             layers=self._layers,
+            macs=_multiply_adds(self._folded(1)),
+            tokens=self._traced.tokens,
+            itemsize=itemsize_of(self._folded(1).graph, self._traced.amp),
             best=tuple(best),
             too_large=self._too_large(),
             considered=self._considered,

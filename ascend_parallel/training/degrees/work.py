@@ -121,21 +121,28 @@ def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
     return Recompute(modules=layers, collectives="recompute" if kind == COLLECTIVES else "keep")
 
 
-def work_of(folded: FoldedGraph, plan: ShardingPlan, settings: Settings, ranks: int = 1) -> OperatorCosts:
-    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks.
+def work_of(
+    folded: FoldedGraph,
+    plan: ShardingPlan,
+    settings: Settings,
+    ranks: int = 1,
+    recomputes: Mapping[str, Recompute] | None = None,
+) -> OperatorCosts:
+    """Price the operators of a plan of the folded graph, on a mesh of one replica's ranks, or of all replicas'.
 
-    ranks: of the whole job, whose slowest sets the pace.
+    ranks: of the whole job, whose slowest sets the pace. recomputes: kinds of recompute; None: RECOMPUTE, of layers.
     """
     hardware = plan.costs.hardware
     assert hardware is not None
     calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
     model = CostModel(hardware.of_slowest(ranks))
     forward, backward = np.array([_passes(plan, node, model) for node in calls]).reshape(-1, 2).T
-    kinds = RECOMPUTE if folded.layers else (NONE,)
+    if recomputes is None:
+        recomputes = {kind: recompute_of(kind, folded.layers) for kind in (RECOMPUTE if folded.layers else (NONE,))}
     pricing = _Pricing(plan, calls, (forward, backward), model, settings)
     first = (0,) * len(tuple(plan.mesh.shape))
-    ranked = {kind: plan_for_rank(plan, first, settings, recompute=recompute_of(kind, folded.layers)) for kind in kinds}
-    kept = {kind: pricing.kept(rank_plan, kind == COLLECTIVES) for kind, rank_plan in ranked.items()}
+    ranked = {kind: plan_for_rank(plan, first, settings, recompute=each) for kind, each in recomputes.items()}
+    kept = {kind: pricing.kept(each, recomputes[kind].collectives == "recompute") for kind, each in ranked.items()}
     return OperatorCosts(
         plan=plan,
         sequence=folded.sequence,

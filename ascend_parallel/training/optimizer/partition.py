@@ -17,7 +17,13 @@ import torch
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Shape, shard
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.tuning.step_time.rank_bytes import ADAM_STATES, RankBytes, optimizer_bytes, zero_bytes
+from ascend_parallel.tuning.step_time.rank_bytes import (
+    ADAM_STATES,
+    RankBytes,
+    gradient_bytes,
+    optimizer_bytes,
+    zero_bytes,
+)
 
 PARTITIONS = ("slices", "parameters")
 
@@ -94,7 +100,7 @@ def predicted_memory(
     partition_by: str = "slices",
     itemsize: int = 4,
     master_itemsize: int | None = None,
-    grad_itemsize: int | None = None,
+    wide_gradients: bool = False,
     states: int = ADAM_STATES,
 ) -> RankBytes:
     """Return the bytes that a rank holds for parameters, gradients and optimizer state.
@@ -111,9 +117,10 @@ def predicted_memory(
         The parameters' shapes as a rank holds them before they are partitioned over `ranks` replicas.
     rank
         The rank's index among the replicas. With "slices" the first rank holds the most.
-    itemsize, master_itemsize, grad_itemsize
-        Bytes of an element of parameters and gradients; of master weights and state; of gradients, if these differ:
-        16-bit gradients that several backwards add to are kept in fp32.
+    itemsize, master_itemsize
+        Bytes of an element of parameters and gradients; of master weights and state.
+    wide_gradients
+        Whether 16-bit gradients are kept in fp32: several backwards add to them.
     states
         Tensors of the parameter's size in the state: `OptimizerFactory.states`.
 
@@ -123,7 +130,7 @@ def predicted_memory(
     whole = sum(prod(shape) for shape in shapes)
     partitions = partition(shapes, ranks, partition_by) if zero_stage else []
     own = sum(bounds.size for rank_bounds in partitions if (bounds := rank_bounds[rank])) if zero_stage else whole
-    gradient = grad_itemsize or (max(master_itemsize or itemsize, 4) if zero_stage == 2 else itemsize)
+    gradient = gradient_bytes(itemsize, zero_stage, wide=wide_gradients)
     element = itemsize, gradient, optimizer_bytes(itemsize, master_itemsize, states)
     return RankBytes(*zero_bytes(whole, own, zero_stage, element))
 

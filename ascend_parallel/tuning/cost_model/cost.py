@@ -88,6 +88,10 @@ class CostModel:
         unit = self.hardware.matmul
         return unit.macs_per_cycle * unit.frequency * (unit.share_32_bit if itemsize >= 4 else 1.0)
 
+    def peak(self, itemsize: int) -> float:
+        """Return the peak multiply-adds per second of a card."""
+        return self.rate(itemsize) * self.hardware.matmul.cores
+
     def stream(self, moved: float) -> float:
         """Return the time of reading or writing `moved` bytes of device memory."""
         return moved / (self.hardware.memory.bandwidth * self.hardware.memory.efficiency)

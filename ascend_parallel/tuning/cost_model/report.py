@@ -28,9 +28,8 @@ from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model, uneven_splits
 from ascend_parallel.tuning.cost_model.step import Layout, parts_of, ranks_of, step_time
 from ascend_parallel.tuning.e_bound import e_bound
+from ascend_parallel.tuning.step_time.throughput import Throughput, rates_in_words
 
-# Products of a training step's matmul: its result, and the gradients of both operands.
-PASSES = 3
 # The schedules that the tables compare, by displayed name.
 SCHEDULES = {
     "in turn": IN_TURN,
@@ -136,7 +135,7 @@ def summary(prediction: dict[str, Any]) -> list[str]:
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
     lines = [
         f"verdict: {verdict['seconds']:.4g} s a step with the best chunks, {verdict['gain']:+.2%} over serial; "
-        f"{verdict['tokens_per_second_per_card']:.0f} tokens per second and card, MFU {verdict['mfu']:.1%}. "
+        f"{rates_in_words(verdict['tokens_per_second_per_card'], 'tokens', verdict['mfu'])}. "
         f"The slowest of {prediction['ranks']} cards computes {verdict['slowest']:.1%} slower than the mean. "
         "Assumed: no broken card, no time of the host beside the launches",
         f"collectives inside a layer, forward and backward: {_ms(verdict['exposed'])} ms exposed, "
@@ -257,19 +256,22 @@ def _steps(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict
 
 def _verdict(layer: TransformerLayerTime, layout: Layout, best: dict[str, float], ranks: int) -> dict[str, float]:
     """Return the step with the best chunks, by card, and its MFU: the share of the peak that the model needs."""
-    costs, batch, per_card = layer.costs, layer.batch, best["tokens_per_second"] / ranks
-    unit = costs.hardware.matmul
-    peak = costs.rate(batch.dtype.itemsize) * unit.cores
-    macs = PASSES * layer.model.macs_per_token(batch.sequence)
+    costs, batch, unit = layer.costs, layer.batch, layer.costs.hardware.matmul
+    tokens = best["tokens_per_second"] * best["total"]
+    throughput = Throughput(
+        seconds=best["total"],
+        cards=ranks,
+        work=tokens,
+        macs=tokens * layer.model.macs_per_token(batch.sequence),
+        peak=costs.peak(batch.dtype.itemsize),
+    )
     in_turn, communication = layer.both(IN_TURN, layout.recompute), layer.communication(layout.recompute)
     exposed, exposed_serial = (
         max(0.0, layer.both(schedule, layout.recompute) - (in_turn - communication)) for schedule in (BEST, MEGATRON)
     )
     return {
-        "seconds": best["total"],
+        **throughput.as_dict(),
         "gain": best["gain"],
-        "tokens_per_second_per_card": per_card,
-        "mfu": per_card * macs / peak,
         "slowest": unit.frequency / costs.hardware.of_slowest(ranks).matmul.frequency - 1,
         "communication": communication,
         "exposed": exposed,

@@ -8,6 +8,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ascend_parallel.tuning.step_time.runtimes import WIDE
+
 ZERO_STAGES = (0, 1, 2, 3)
 # Adam's states of a parameter's size (`OptimizerFactory.states`), in the dtype of the master weights.
 ADAM_STATES = 2
@@ -59,6 +61,14 @@ def zero_bytes(
     parameter, gradient, optimizer = element
     kept, summed = own if zero_stage == 3 else whole, own if zero_stage >= 2 else whole
     return kept * parameter, summed * gradient, own * optimizer
+
+
+def gradient_bytes(itemsize: int, zero_stage: int, *, wide: bool) -> int:
+    """Return the bytes of a gradient's element of parameters of `itemsize` bytes.
+
+    wide: backwards that add up 16 bits do so in fp32. So do the ranks' sums at ZeRO 2.
+    """
+    return WIDE if (wide or zero_stage == 2) and itemsize < WIDE else itemsize
 
 
 def optimizer_bytes(itemsize: Count, master_itemsize: Count | None, states: int = ADAM_STATES) -> Count:

@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.tuning.step_time.rank_bytes import optimizer_bytes, zero_bytes
+from ascend_parallel.tuning.step_time.rank_bytes import gradient_bytes, optimizer_bytes, zero_bytes
 from ascend_parallel.tuning.step_time.runtimes import CLIPPED, WIDE, Runtime
 from ascend_parallel.tuning.step_time.step import StepWork, exposed, gathered_pass
 
@@ -55,6 +55,8 @@ class ReplicatedState:
         Whether 16-bit weights have fp32 masters; otherwise the states have the weights' dtype.
     adds_inside
         A micro-batch's gradient is added to its fp32 sum inside its matmul.
+    wide_gradients
+        Whether 16-bit gradients add up in fp32; None: where several backwards add up, and as the runtime does.
     stream
         The seconds of moving so many bytes of device memory.
     """
@@ -69,6 +71,7 @@ class ReplicatedState:
     runtime: Runtime
     stream: Callable[[float], float]
     adds_inside: bool = False
+    wide_gradients: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -80,12 +83,14 @@ class ReplicatedState:
         return np.bincount(self.ranks_of_stages, weights=stages, minlength=self.ranks).astype(np.float64)
 
     def gradient_size(self, itemsize: int) -> int:
-        """Return the bytes of a gradient's element.
+        """Return the bytes of a gradient's element."""
+        return gradient_bytes(itemsize, self.zero_stage, wide=self._wide)
 
-        Backwards that add up 16 bits do so in fp32, and so do the ranks' sums at ZeRO 2.
-        """
-        wide = self.runtime.wide_gradients or self.micro_batches > 1 or self.zero_stage == 2
-        return WIDE if wide and itemsize < WIDE else itemsize
+    @property
+    def _wide(self) -> bool:
+        if self.wide_gradients is not None:
+            return self.wide_gradients
+        return self.runtime.wide_gradients or self.micro_batches > 1
 
     def optimizer_size(self, itemsize: int) -> int:
         """Return the optimizer's bytes for an element."""
@@ -142,7 +147,7 @@ class ReplicatedState:
         Read both, write the sum (Megatron-core's main_grad; torch's accumulation into `.grad`).
         """
         found = np.zeros(len(self.ranks_of_stages))
-        if self.adds_inside or not (self.runtime.wide_gradients or self.micro_batches > 1):
+        if self.adds_inside or not (self._wide or self.micro_batches > 1):
             return found
         for each in self.weights:
             added = each.own if self.zero_stage >= 2 else each.elements
