@@ -22,13 +22,16 @@ the model's numbers are printed by `ascend-parallel predict --sources`."""
 
 
 def compare_runs(
-    why_not: Callable[[PublishedRun], str] = obstacle, predict: Callable[[PublishedRun], RunPrediction] = predict_run
+    why_not: Callable[[PublishedRun], str] = obstacle,
+    predict: Callable[[PublishedRun], RunPrediction] = predict_run,
+    runs: Sequence[PublishedRun] | None = None,
 ) -> dict[str, Any]:
     """Return every published row with its prediction, and the errors by source.
 
     why_not, predict: why a row cannot be predicted ("": it can), and its prediction; by default those of `predict`.
+    runs: the rows; None: those of runs.toml.
     """
-    rows = [_row(run, why_not(run), predict) for run in all_runs()]
+    rows = [_row(run, why_not(run), predict) for run in (all_runs() if runs is None else runs)]
     predicted = [row for row in rows if row["error"] is not None]
     tables = list(dict.fromkeys(row["table"] for row in predicted))
     summary = [_errors(table, [row for row in predicted if row["table"] == table]) for table in tables]
@@ -84,6 +87,16 @@ def _errors(table: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "within": sum(size <= WITHIN for size in sizes) / len(sizes),
         "worst": max(sizes),
     }
+
+
+def goals_in_words(by_predict: Mapping[str, Any], by_planning: Mapping[str, Any]) -> str:
+    """Return the median errors of both predictions, and the share of rows within the goal, in words."""
+
+    def words(comparison: Mapping[str, Any]) -> str:
+        last = comparison["summary"][-1]
+        return f"{100 * last['median_error']:.1f} % and {100 * last['within']:.0f} % of {last['rows']} rows"
+
+    return f"`predict` {words(by_predict)}, `plan-training` {words(by_planning)}"
 
 
 def summary_table(summary: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_parallel.tuning.cost_model.models import Model, find_model
-from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, require
+from ascend_parallel.tuning.cost_model.tables import PlanningError, parse_toml, read_text, require
 
 FILE = "runs.toml"
 TOKENS, SECONDS, FLOPS, MFU = "tokens/s/device", "seconds/step", "TFLOP/s/device", "MFU"
@@ -176,11 +176,10 @@ class PublishedRun:
         )
 
 
-@lru_cache(maxsize=1)
-def all_runs() -> tuple[PublishedRun, ...]:
-    """Return the published rows, in the order of the file."""
-    text = (Path(__file__).parent / "data" / FILE).read_text(encoding="utf-8")
-    return tuple(_run(row) for row in parse_toml(text, FILE)["row"])
+@lru_cache(maxsize=2)
+def all_runs(path: Path = Path(__file__).parent / "data" / FILE) -> tuple[PublishedRun, ...]:
+    """Return the published rows, in the order of the file; path: of rows in the same form that are kept elsewhere."""
+    return tuple(_run(row) for row in parse_toml(read_text(path, str(path)), path.name)["row"])
 
 
 def _run(row: Mapping[str, Any]) -> PublishedRun:

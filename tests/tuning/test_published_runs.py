@@ -1,14 +1,17 @@
 """Published trainings beside predictions: the rows, their conversion to seconds, and the page."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import published_trainings
 import pytest
+import typer
 from published.degrees import compare_launch, launch_page
 from published.prediction import measured_seconds, obstacle, predict_run
-from published.report import compare_runs
+from published.report import compare_runs, goals_in_words
 from published.runs import all_runs
+from typer.testing import CliRunner
 
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
@@ -69,10 +72,27 @@ def test_the_page_has_the_tables_of_the_command(comparison):
 
 
 @pytest.mark.slow
-def test_the_page_has_the_tables_of_plan_training():
-    document = PAGE.read_text(encoding="utf-8")
-    made = published_trainings.inserted(document, published_trainings.PLANNED, published_trainings.planned())
+def test_the_page_has_the_tables_of_plan_training_and_the_errors_of_both(comparison):
+    document, planned = PAGE.read_text(encoding="utf-8"), published_trainings.compare_planned()
+    made = published_trainings.inserted(document, published_trainings.PLANNED, published_trainings.page(planned))
+    made = published_trainings.between(made, published_trainings.GOALS, goals_in_words(comparison, planned))
     assert made == document, "run python benchmarks/published_trainings.py --write docs/predicted-and-published.md"
+
+
+def test_rows_that_are_kept_elsewhere_are_predicted_alone(tmp_path):
+    """The medians of held-out rows come from today's code: whoever has the rows runs the script."""
+    text = (PAGE.parents[1] / "benchmarks" / "published" / "data" / "runs.toml").read_text(encoding="utf-8")
+    chosen = [part for part in text.split("[[row]]") if 'id = "msllm-1.0.rc3-llama2-7b-4k"' in part]
+    file = tmp_path / "kept_aside.toml"
+    file.write_text("[[row]]" + "".join(chosen), encoding="utf-8")
+    app = typer.Typer()
+    app.command()(published_trainings.main)
+    told = CliRunner().invoke(app, ["--rows", str(file), "--medians"])
+    assert re.fullmatch(
+        r"`predict` \S+ % and 100 % of 1 rows, `plan-training` \S+ % and \d+ % of 1 rows\n", told.stdout
+    )
+    told = CliRunner().invoke(app, ["--rows", str(file), "--write", "page.md"])
+    assert told.exit_code == 2 and "--rows" in told.output
 
 
 @pytest.mark.slow
