@@ -6,6 +6,7 @@ The lists have torch's public functions that sum, multiply or normalise, and all
 import pytest
 import torch
 from every_degree import at_degrees, digest
+from marks import promise
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -13,6 +14,8 @@ from torch.nn.functional import cross_entropy, layer_norm, mse_loss, normalize, 
 
 import ascend_parallel
 from ascend_parallel.ops import DegreeError
+
+pytestmark = promise("degree-sums")
 
 TREE = {"deterministic": "tp"}
 SHAPE, STEPS = (344, 48), 3

@@ -132,6 +132,7 @@ def step_of_tied(group, path):
     return refused_in_the_tree(lambda: found.update(step(model))) or {key: digest(found[key]) for key in found}
 
 
+@promise("degree-tied")
 @pytest.mark.sample("Gemma2", "Lfm2")
 @pytest.mark.parametrize("name", TIED)
 def test_tied_embeddings_train_alike_at_every_degree(ranks, tmp_path, name):
@@ -324,6 +325,7 @@ def test_compiled_norms_of_shared_rows_are_an_error(group):
     assert "0 (RMSNorm) cannot run in the tree: it is being compiled" in text
 
 
+@promise("degree-refusals")
 @on_ranks(2)
 def test_a_compiled_layer_is_an_error_or_runs_in_the_tree(group):
     """Where torch breaks the graph at the layer, it runs as uncompiled; a whole graph cannot have it."""
