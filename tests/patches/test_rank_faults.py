@@ -74,6 +74,7 @@ def test_settings_that_differ_are_an_error_on_every_rank(environs, difference):
         assert "Export the same variables" in rank.stdout
 
 
+@promise("rank-settings")
 @pytest.mark.parametrize("missing", ["file", "variable"])
 def test_a_plan_that_one_rank_lacks_is_named_with_its_reason_by_every_rank(tmp_path, missing):
     path = tmp_path / "plan.json"
