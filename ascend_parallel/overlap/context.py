@@ -195,7 +195,7 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return _checked(call.attention(heads, q, k, v), q, v)
 
-        graph = InnerGraph(ctx.saved, call.graded, reads_parameters=False)
+        graph = InnerGraph(ctx.saved, call.graded, whole_backward=False)
         ctx.graphs.append(graph)
         return [graph.run(run, received, needs)]
 

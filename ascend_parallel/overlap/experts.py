@@ -55,12 +55,16 @@ class LocalExperts:
         The parameters that `run` reads by itself, for experts without `weights`.
     weight_gradients
         Computes what `run` has put off in backward, under the last all-to-alls; for experts without `weights`.
+    whole_backward
+        `run` computes the gradients of rows and `weights` in one piece, as an autograd function in Python does: the
+        last group's weight gradients are not put off, which would compute both twice.
     """
 
     run: RunGroup
     weights: Tensors = ()
     parameters: Tensors = ()
     weight_gradients: Callable[[], None] | None = None
+    whole_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +204,14 @@ def _forward(
             probs = more[0] if len(received) == 2 else None
             return _checked(call.experts.run(group, x, probs, more[len(received) - 1 :]), x)
 
-        graph = InnerGraph(ctx.saved, call.graded, reads_parameters=not weights)
+        graph = InnerGraph(ctx.saved, call.graded, whole_backward=call.experts.whole_backward or not weights)
         ctx.groups.append(graph)
         return [graph.run(run, [*received, *(_part(weight, group) for weight in weights)], input_needs)]
 
     def run_shared(*indices: int) -> None:
         nonlocal shared_x
         for index in indices:
-            graph = InnerGraph(ctx.saved, call.graded, reads_parameters=True)
+            graph = InnerGraph(ctx.saved, call.graded, whole_backward=True)
             need = needs[3] if index == 0 else ctx.shared[-1].needs_backward
             ctx.shared.append(graph)
             assert shared_x is not None
@@ -240,7 +244,7 @@ def _backward(ctx: Any, d_out: torch.Tensor, d_shared: torch.Tensor | None) -> t
 
     def experts(index: int, group: ExpertGroup, received: Rows) -> Rows:
         graph, (dy,) = ctx.groups[index], received
-        if d_weights and index == len(ctx.groups) - 1:
+        if d_weights and index == len(ctx.groups) - 1 and not call.experts.whole_backward:
             gradients = graph.gradients(dy, range(count))
             postponed.append(lambda: keep(group, graph.gradients(dy, range(count, count + len(d_weights)))))
         else:

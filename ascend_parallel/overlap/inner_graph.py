@@ -85,9 +85,14 @@ class InnerGraph:
     It holds edges of the graph in place of tensors, so that hooks on saved tensors decide what stays in memory.
     """
 
-    def __init__(self, saved: SavedTensors, graded: bool, *, reads_parameters: bool) -> None:
-        """Build a graph if `graded`; with reads_parameters, gradients of leaves are accumulated in backward."""
-        self._saved, self._graded, self._reads_parameters = saved, graded, reads_parameters
+    def __init__(self, saved: SavedTensors, graded: bool, *, whole_backward: bool) -> None:
+        """Build a graph if `graded`.
+
+        whole_backward
+            `gradients` runs all of the graph's backward: for functions that read parameters, which get theirs then,
+            or that compute all of their gradients in one piece anyway.
+        """
+        self._saved, self._graded, self._whole_backward = saved, graded, whole_backward
         self._boxes: list[list[torch.Tensor]] = []  # of the inputs that need a gradient
         self._result: GradientEdge | None = None
         self._inputs: list[tuple[TensorLike, GradientEdge | None]] = []
@@ -123,12 +128,12 @@ class InnerGraph:
     def gradients(self, dy: torch.Tensor, which: range) -> list[torch.Tensor]:
         """Return the gradients of the inputs with the numbers `which`; zeros for inputs that were not read.
 
-        May be called again, for other inputs, unless the function reads parameters: those get theirs at every call.
+        May be called again, for other inputs, unless the whole backward runs at each call.
         """
         likes, edges = zip(*(self._inputs[index] for index in which), strict=True)
         found: list[torch.Tensor | None] = [None] * len(edges)
-        if self._result is not None and self._reads_parameters:
-            torch.autograd.backward([self._result], [dy], retain_graph=True)
+        if self._result is not None and self._whole_backward:
+            torch.autograd.backward([self._result], [dy], retain_graph=_keeps_graph())
             boxes = iter(self._boxes)
             own = [next(boxes) if edge is not None else [] for edge in edges]
             found = [box.pop() if box else None for box in own]
@@ -136,6 +141,15 @@ class InnerGraph:
             gradients = iter(torch.autograd.grad([self._result], wanted, [dy], retain_graph=True, allow_unused=True))
             found = [next(gradients) if edge is not None else None for edge in edges]
         return [like.zeros() if dx is None else dx for like, dx in zip(likes, found, strict=True)]
+
+
+def _keeps_graph() -> bool:
+    """Tell whether the backward that runs now keeps its graph (retain_graph).
+
+    A function that torch.compile has compiled refuses a backward that does, as it writes over what it has saved.
+    """
+    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return keeps()
 
 
 class _Source(torch.autograd.Function):

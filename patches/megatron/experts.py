@@ -19,7 +19,7 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,17 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet, WatchedNames
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
+from ascend_parallel.patches.megatron.expert_modules import (
+    BUFFERS_SINCE,
+    EXPERTS,
+    LAST_GROUPED_MLP,
+    MODULES,
+    PARAMETERS,
+    GroupTokens,
+    make_experts_forward,
+    uncovered_module,
+    weights_of,
+)
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
@@ -42,7 +53,6 @@ from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
-EXPERTS = "megatron.core.transformer.moe.experts"
 SHARED = "megatron.core.transformer.moe.shared_experts"
 FIRST = (0, 13)
 
@@ -102,13 +112,24 @@ def patch_set(megatron: Megatron) -> PatchSet:
     )
     if megatron.version < FIRST:
         return PatchSet("megatron-core", None, [layer])
-    experts = Patch(
-        target=f"{EXPERTS}.SequentialMLP.forward",
-        replacement=experts_forward,
-        parameters=("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+    return PatchSet("megatron-core", None, [layer, *(experts_patch(name, megatron) for name in modules_of(megatron))])
+
+
+def modules_of(megatron: Megatron) -> list[str]:
+    """Return the names of the classes of experts that a version has, of those that run in groups."""
+    names = [name for module, name in MODULES if module == EXPERTS]
+    return [name for name in names if name != "GroupedMLP" or megatron.version[:2] <= LAST_GROUPED_MLP]
+
+
+def experts_patch(name: str, megatron: Megatron) -> Patch:
+    """Return the patch of a module of experts."""
+    buffers = name == "TEGroupedMLP" and megatron.version >= BUFFERS_SINCE
+    return Patch(
+        target=f"{EXPERTS}.{name}.forward",
+        replacement=lambda original: make_experts_forward(original, MODULES[EXPERTS, name].view),
+        parameters=(*PARAMETERS, *(("output_buffer", "grad_input_buffer") if buffers else ())),
         reason="computes a group of its experts",
     )
-    return PatchSet("megatron-core", None, [layer, experts])
 
 
 ON_TOP = OnTop(MODULE, patch_set)
@@ -182,8 +203,8 @@ def _other_dispatcher(layer: Any) -> str | None:
 
 def _other_experts(layer: Any) -> str | None:
     experts, shared = layer.experts, layer.shared_experts
-    if (type(experts).__module__, type(experts).__name__) != (EXPERTS, "SequentialMLP"):
-        return f"its experts are {type(experts).__name__}, not SequentialMLP"
+    if (reason := uncovered_module(experts)) is not None:
+        return reason
     if getattr(experts, "add_bias", False):
         return "its experts have a bias, which megatron-core refuses"
     if any(hasattr(parameter, "__fsdp_param__") for parameter in layer.parameters()):
@@ -237,33 +258,6 @@ def _watched_methods(kind: type, home: str) -> WatchedNames[str | None]:
 
 def _is_of_megatron(function: Function) -> bool:
     return str(function.__globals__.get("__name__")).startswith("megatron.core")
-
-
-class GroupTokens(NamedTuple):
-    """The rows of each expert of a group, in place of those of all local experts."""
-
-    counts: list[int]
-    experts: range
-
-    def tolist(self) -> list[int]:
-        """Return the counts, as Megatron-core asks for them."""
-        return self.counts
-
-
-def experts_forward(original: Function) -> Function:
-    """Make the method that replaces ``SequentialMLP.forward``: called with `GroupTokens`, it runs these experts."""
-
-    @functools.wraps(original)
-    def forward(
-        self: Any, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: Any, permuted_probs: torch.Tensor
-    ) -> Any:
-        experts = self
-        if isinstance(tokens_per_expert, GroupTokens):
-            own = [self.local_experts[index] for index in tokens_per_expert.experts]
-            experts = AttributeOverlay(self, local_experts=own, num_local_experts=len(own))
-        return original(experts, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-
-    return forward
 
 
 class OverlappedCall:
@@ -323,9 +317,8 @@ class OverlappedCall:
             shared = SharedExpert(x=self._shared_x, parts=[compute], parameters=[*layer.shared_experts.parameters()])
         elif layer.shared_expert_overlap:
             shared = _shared_expert_in_parts(layer.shared_experts)
-        local = LocalExperts(run=self._run_group, parameters=[*layer.experts.parameters()])
         out, self._shared_output = run_experts(
-            rows, counts, local, group=self._group, settings=settings, probs=probs, shared=shared
+            rows, counts, self._local(), group=self._group, settings=settings, probs=probs, shared=shared
         )
         if layer.shared_expert_overlap:
             layer.shared_experts.cached_fc2_output = self._shared_output
@@ -334,32 +327,40 @@ class OverlappedCall:
 
     def _measured(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts) -> Settings:
         """Return the settings of the exchange; with COC_PARALLEL_NUM=auto those that were measured."""
-        if self._layer.config.gradient_accumulation_fusion:  # the experts' backward would write into main_grad
+        if _writes_main_grad(self._layer):  # copies have none
             return self._settings
         problem = experts_problem(rows, counts.experts, self._group)
-
-        def copies() -> LocalExperts:
-            parameters = _copies(self._layer.experts)
-            run = functools.partial(self._run_group, parameters=parameters)
-            return LocalExperts(run=run, parameters=[*parameters.values()])
-
+        copies = functools.partial(self._local, copied=True)
         trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
         in_turn = functools.partial(trial, None)
         chunks = self._megatron.part_groups.chunks_for(problem, self._group, trial, in_turn, rows.device)
         return chunks.settings if chunks.reason else self._settings  # without a reason nothing was measured
+
+    def _local(self, *, copied: bool = False) -> LocalExperts:
+        """Return the layer's experts; copied: with weights of the same values that get gradients of their own."""
+        experts = self._layer.experts
+        if weights := weights_of(experts):
+            weights = [_copy(weight) for weight in weights] if copied else weights
+            return LocalExperts(run=self._run_group, weights=weights, whole_backward=True)
+        if not copied:
+            return LocalExperts(run=self._run_group, parameters=[*experts.parameters()])
+        copies = {name: _copy(parameter) for name, parameter in experts.named_parameters()}
+        run = functools.partial(self._run_group, parameters=copies)
+        return LocalExperts(run=run, parameters=[*copies.values()])
 
     def _run_group(
         self,
         group: ExpertGroup,
         rows: torch.Tensor,
         probs: torch.Tensor | None,
-        _: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run the experts of a group as Megatron-core's module of experts does, on rows [source][expert]."""
         experts = self._layer.experts
         assert probs is not None, "the exchange sends probabilities with the rows"
-        tokens = GroupTokens(group.expert_sizes, group.experts)
+        last = parameters is None and group.experts.stop == self._layer.num_local_experts
+        tokens = GroupTokens(group.expert_sizes, group.experts, weights, last)
         arguments = group.by_expert(rows), tokens, group.by_expert(probs)
         y, bias = experts(*arguments) if parameters is None else functional_call(experts, dict(parameters), arguments)
         assert bias is None, "uncovered() leaves experts with a bias to the original"
@@ -374,7 +375,7 @@ class OverlappedCall:
 
         parameters = dict(layer.experts.named_parameters())
         compared = {name: parameter for name, parameter in parameters.items() if not parameter._backward_hooks}
-        if layer.config.gradient_accumulation_fusion:
+        if _writes_main_grad(layer):
             LEDGER.note("gradients of experts' weights that are added to main_grad are not checked")
             compared = {}
 
@@ -391,7 +392,7 @@ class OverlappedCall:
             path="experts",
             group=self._group,
             operands={"input": rows, "probabilities": probs, **compared},
-            inside=frozenset(compared),
+            inside=frozenset() if weights_of(layer.experts) else frozenset(compared),
             run=lambda _: self._exchange(rows, probs, counts, settings),
             results=lambda output: {"output": output},
             original=original,
@@ -422,9 +423,14 @@ class OverlappedCall:
         return AttributeOverlay(self._layer, token_dispatcher=overlay)
 
 
-def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module by name, as leaves that get gradients of their own."""
-    return {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+def _copy(weight: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with the values of a weight, which gets a gradient of its own."""
+    return weight.detach().requires_grad_(weight.requires_grad)
+
+
+def _writes_main_grad(layer: Any) -> bool:
+    """Tell whether the experts' backward writes gradients of weights to main_grad by itself: GroupedMLP's does not."""
+    return bool(layer.config.gradient_accumulation_fusion) and not weights_of(layer.experts)
 
 
 def _shared_experts_compute(layer: Any) -> Any:

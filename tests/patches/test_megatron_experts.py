@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from marks import promise
-from megatron_cpu import finalize_gradients, next_token_loss
-from megatron_moe import expert_parallel, moe_config, skew, small_moe_gpt, tokens_of
+from megatron_cpu import next_token_loss
+from megatron_moe import compared, expert_parallel, moe_config, skew, small_moe_gpt, tokens_of, train
 from pool import on_ranks
 
 import ascend_parallel
@@ -20,54 +20,6 @@ from ascend_parallel.patches.megatron.built_classes import replaced_experts
 pytestmark = pytest.mark.skipif(version_tuple(installed_version()) < (0, 13), reason="its parts are of 0.13 and later")
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
-
-
-def train(options, settings, steps=3):
-    """Train from scratch; return everything that a step computes, the exchanges' counts, and the coverage."""
-    options = dict(options)
-    skewed, outputs = options.pop("skewed", False), []
-    ascend_parallel.configure(**settings)
-    ascend_parallel.ops.COUNTS.clear()
-    model = small_moe_gpt(moe_config(**options))
-    if skewed:
-        skew(model)
-    for name, module in model.named_modules():
-        if name.endswith(".mlp"):
-            module.register_forward_hook(lambda module, x, y: outputs.append(y[0].detach().clone()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = {}
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro_batch in range(2):
-            loss = next_token_loss(model, tokens_of(step + 10 * micro_batch))
-            loss.backward()
-            found[f"loss {step}.{micro_batch}"] = loss.detach()
-        finalize_gradients(model)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            found[f"gradient {step} {name}"] = parameter.grad.clone()
-        optimizer.step()
-    found |= {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-    found |= {f"output {index}": output for index, output in enumerate(outputs)}
-    return found, ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}), ascend_parallel.coverage(model)
-
-
-def compared(group, options, group_counts, tp=1):
-    """Return for each number of groups the names that differ from the unpatched run, and the exchanges."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    ep = group.size() // tp
-    options = {"ep": ep, "tp": tp, **options}
-    answers = []
-    with expert_parallel(ep, tp):
-        plain, none, _ = train(options, {"num_chunks": 1})
-        assert none == {}
-        for count in group_counts:
-            model_parallel_cuda_manual_seed(1234)
-            found, counts, coverage = train(options, {"num_chunks": count})
-            different = [name for name in plain if not torch.equal(plain[name], found[name])]
-            answers.append((different, counts, str(coverage), len(plain)))
-    return answers
 
 
 CASES = {

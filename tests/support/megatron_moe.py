@@ -9,7 +9,16 @@ import importlib
 from unittest import mock
 
 import torch
-from megatron_cpu import _with_plain_norms, end_model_parallel, megatron_on_cpu
+from grouped_experts import grouped_gemm_on_cpu
+from megatron_cpu import (
+    _with_plain_norms,
+    end_model_parallel,
+    finalize_gradients,
+    megatron_on_cpu,
+    next_token_loss,
+)
+
+import ascend_parallel
 
 MOE = "megatron.core.transformer.moe"
 
@@ -48,6 +57,8 @@ def moe_on_cpu(*, schedules=False):
             (dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        if hasattr(importlib.import_module(f"{MOE}.experts"), "GroupedMLP"):
+            stack.enter_context(grouped_gemm_on_cpu())
         # Up to 0.16 a router without TransformerEngine reads a name that is not there.
         stack.enter_context(mock.patch.object(utils, "te_general_gemm", None, create=True))
         yield
@@ -58,8 +69,6 @@ def expert_parallel(ep, tp=1, *, schedules=False, seed=1234):
     """Run with Megatron's groups of `ep` expert-parallel and `tp` tensor-parallel ranks; experts have TP 1."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    import ascend_parallel
 
     with moe_on_cpu(schedules=schedules):
         parallel_state.initialize_model_parallel(
@@ -114,7 +123,7 @@ def small_moe_gpt(config, *, vocab=256, seq=32, seed=1234):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
@@ -143,3 +152,54 @@ def tokens_of(step, seq=32, batch=2, vocab=256):
 
     generator = torch.Generator().manual_seed(step + 100 * parallel_state.get_data_parallel_rank())
     return torch.randint(vocab, (batch, seq + 1), generator=generator)
+
+
+def train(options, settings, steps=3):
+    """Train from scratch; return everything that a step computes, the exchanges' counts, and the coverage.
+
+    options: those of `moe_config`, and "skewed" routers
+    """
+    options = dict(options)
+    skewed, outputs = options.pop("skewed", False), []
+    ascend_parallel.configure(**settings)
+    ascend_parallel.ops.COUNTS.clear()
+    model = small_moe_gpt(moe_config(**options))
+    if skewed:
+        skew(model)
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_hook(lambda module, x, y: outputs.append(y[0].detach().clone()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            loss = next_token_loss(model, tokens_of(step + 10 * micro_batch))
+            loss.backward()
+            found[f"loss {step}.{micro_batch}"] = loss.detach()
+        finalize_gradients(model)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            found[f"gradient {step} {name}"] = parameter.grad.clone()
+        optimizer.step()
+    found |= {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    found |= {f"output {index}": output for index, output in enumerate(outputs)}
+    return found, ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}), ascend_parallel.coverage(model)
+
+
+def compared(group, options, group_counts, tp=1):
+    """Return for each number of groups the names that differ from the unpatched run, and the exchanges."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    ep = group.size() // tp
+    options = {"ep": ep, "tp": tp, **options}
+    answers = []
+    with expert_parallel(ep, tp):
+        plain, none, _ = train(options, {"num_chunks": 1})
+        assert none == {}
+        for count in group_counts:
+            model_parallel_cuda_manual_seed(1234)
+            found, counts, coverage = train(options, {"num_chunks": count})
+            different = [name for name in plain if not torch.equal(plain[name], found[name])]
+            answers.append((different, counts, str(coverage), len(plain)))
+    return answers

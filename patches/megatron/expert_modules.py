@@ -1,0 +1,182 @@
+"""Megatron-core's modules of experts, and how a group of the experts of each runs.
+
+The patched forward of a module, called with `GroupTokens` in place of the counts of all local experts, runs the
+module's own forward on a view of the module that has the group's experts only:
+
+    SequentialMLP    local_experts               those of the group
+    GroupedMLP       weight1 [H, E * F]          the group's parts, tensors that the caller gives and that get its
+                     weight2 [E * F, H]          gradients: a part that was read from the parameter would send the
+                                                 parameter a gradient, and call its hooks, once for each group
+    TEGroupedMLP     linear_fc1, linear_fc2      views of both with weight0, weight1, ... of the group. Each weight is
+                     of weight0 to weight{E-1}   a parameter, and gets its gradient, or its main_grad, once
+
+A view is an object of the module's class: methods, hooks and configuration are the module's own, attributes that its
+forward sets are not. Written against megatron-core 0.13 to 0.19, transformer/moe/experts.py, and TransformerEngine's
+module/grouped_linear.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ascend_parallel.patches.base import Function
+
+EXPERTS = "megatron.core.transformer.moe.experts"
+TE_EXTENSION = "megatron.core.extensions.transformer_engine"
+
+PARAMETERS = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
+LAST_GROUPED_MLP = (0, 16)  # the last version with GroupedMLP
+BUFFERS_SINCE = (0, 19)  # TEGroupedMLP.forward takes buffers, of its fused operation
+
+# A layer of TEGroupedMLP has one parameter of these names for each expert.
+NUMBERED = re.compile(r"(weight|bias)(\d+)")
+
+
+class GroupTokens(NamedTuple):
+    """The rows of each expert of a group, in place of those of all local experts.
+
+    counts
+        The rows of each expert of the group.
+    experts
+        The experts' numbers on the rank.
+    weights
+        The group's parts of the module's `weights_of`.
+    last
+        Whether the module keeps the state that it has after this group, as after a call.
+    """
+
+    counts: list[int]
+    experts: range
+    weights: Sequence[torch.Tensor]
+    last: bool
+
+    def tolist(self) -> list[int]:
+        """Return the counts, as Megatron-core asks for them."""
+        return self.counts
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """How the experts of a class are run in groups.
+
+    view
+        ``view(module, tokens)`` returns the module with the experts of `tokens` only.
+    weights
+        ``weights(module)`` returns the weights of all experts, [E, ...]; empty: each expert has parameters of its own.
+    uncovered
+        ``uncovered(module)`` returns the reason why its experts cannot be run in groups, or None.
+    """
+
+    view: Callable[[Any, GroupTokens], Any]
+    weights: Callable[[Any], list[torch.Tensor]] = lambda module: []
+    uncovered: Callable[[Any], str | None] = lambda module: None
+
+
+def _view(module: Any, parameters: Mapping[str, Any], modules: Mapping[str, Any], **attributes: Any) -> Any:
+    """Return an object of the module's class with the same attributes but these."""
+    view = object.__new__(type(module))
+    vars(view).update(vars(module), _parameters=dict(parameters), _modules=dict(modules), **attributes)
+    return view
+
+
+def _sequential(module: Any, tokens: GroupTokens) -> Any:
+    experts = torch.nn.ModuleList(module.local_experts[index] for index in tokens.experts)
+    modules = {**module._modules, "local_experts": experts}
+    return _view(module, module._parameters, modules, num_local_experts=len(experts))
+
+
+def _grouped(module: Any, tokens: GroupTokens) -> Any:
+    weight1, weight2 = tokens.weights
+    width = module.config.hidden_size
+    parts = {"weight1": weight1.view(width, -1), "weight2": weight2.view(-1, width)}
+    return _view(module, parts, module._modules, num_local_experts=len(tokens.experts))
+
+
+def _grouped_weights(module: Any) -> list[torch.Tensor]:
+    """Return the weights of GroupedMLP as its forward views them."""
+    experts, width = module.num_local_experts, module.config.hidden_size
+    return [module.weight1.view(experts, width, -1), module.weight2.view(experts, -1, width)]
+
+
+def _te_grouped(module: Any, tokens: GroupTokens) -> Any:
+    linears = {name: _te_linear(module._modules[name], tokens.experts) for name in ("linear_fc1", "linear_fc2")}
+    return _view(module, module._parameters, {**module._modules, **linears}, num_local_experts=len(tokens.experts))
+
+
+def _te_linear(linear: Any, experts: range) -> Any:
+    """Return a layer with the weights and biases of `experts` only, numbered from 0."""
+    parameters = {}
+    for name, parameter in linear._parameters.items():
+        kind, number = NUMBERED.fullmatch(name).groups()  # type: ignore[union-attr]  # uncovered: other names
+        if int(number) in experts:
+            parameters[f"{kind}{int(number) - experts.start}"] = parameter
+    return _view(linear, parameters, linear._modules, num_gemms=len(experts))
+
+
+def _other_te_linears(module: Any) -> str | None:
+    """Return how a layer of TEGroupedMLP differs from the grouped layers whose weights are one for each expert."""
+    for name, kind in (("linear_fc1", "Column"), ("linear_fc2", "Row")):
+        linear = module._modules[name]
+        wanted = f"TE{kind}ParallelGroupedLinear"
+        if (type(linear).__module__, type(linear).__name__) != (TE_EXTENSION, wanted):
+            return f"its {name} is {type(linear).__name__}, not {wanted}"
+        others = [other for other in linear._parameters if NUMBERED.fullmatch(other) is None]
+        if others:
+            return f"its {name} has a parameter of all experts: {others[0]}"
+    return None
+
+
+MODULES = {
+    (EXPERTS, "SequentialMLP"): ExpertModule(_sequential),
+    (EXPERTS, "GroupedMLP"): ExpertModule(_grouped, _grouped_weights),
+    (EXPERTS, "TEGroupedMLP"): ExpertModule(_te_grouped, uncovered=_other_te_linears),
+}
+
+
+def uncovered_module(module: Any) -> str | None:
+    """Return the reason why a module's experts cannot be run in groups, or None."""
+    found = MODULES.get((type(module).__module__, type(module).__name__))
+    if found is None:
+        *names, last = (name for _, name in MODULES)
+        return f"its experts are {type(module).__name__}, not {', '.join(names)} or {last}"
+    return found.uncovered(module)
+
+
+def weights_of(module: Any) -> list[torch.Tensor]:
+    """Return the weights [E, ...] of a covered module whose groups get their parts; empty: it has one per expert."""
+    return MODULES[type(module).__module__, type(module).__name__].weights(module)
+
+
+def make_experts_forward(original: Function, view: Callable[[Any, GroupTokens], Any]) -> Function:
+    """Make the method that replaces a module's forward: called with `GroupTokens`, it runs these experts."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(tokens_per_expert, GroupTokens):
+            return original(self, permuted_local_hidden_states, tokens_per_expert, *args, **kwargs)
+        group = view(self, tokens_per_expert)
+        counts = torch.tensor(tokens_per_expert.counts)  # on the host, as the dispatcher's
+        returned = original(group, permuted_local_hidden_states, counts, *args, **kwargs)
+        if tokens_per_expert.last:
+            _keep_state(self, group)
+        return returned
+
+    return forward
+
+
+def _keep_state(module: Any, group: Any) -> None:
+    """Note what a call notes: TransformerEngine's layers count micro-batches, and every group of a call sees the same.
+
+    The first one writes main_grad where the others add to it.
+    """
+    for name, linear in module._modules.items():
+        if hasattr(linear, "is_first_microbatch"):
+            linear.is_first_microbatch = group._modules[name].is_first_microbatch
