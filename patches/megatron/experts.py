@@ -71,6 +71,8 @@ REPEATED = {
 
 # Field of the configuration -> why the original runs if it is set.
 FEATURES = {
+    "use_transformer_engine_op_fuser": "its experts are one fused operation (use_transformer_engine_op_fuser)",
+    "moe_single_grouped_weight": "its experts have one weight (moe_single_grouped_weight)",
     "fp8": "its experts multiply in fp8",
     "fp4": "its experts multiply in fp4",
     "moe_latent_size": "its experts work in a latent space (moe_latent_size)",

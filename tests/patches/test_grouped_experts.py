@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from fused_gradients import install
 from grouped_experts import grouped_mm, grouped_mm_of_rows
 from marks import promise
 from megatron_cpu import next_token_loss
 from megatron_moe import compared, expert_parallel, moe_config, small_moe_gpt, tokens_of, train
+from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel.patches.base import version_tuple
@@ -25,6 +27,7 @@ with_grouped_mlp = pytest.mark.skipif(VERSION[:2] > (0, 16), reason="GroupedMLP 
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
 GROUPED_MLP = {"moe_grouped_gemm": True, "dtype": torch.bfloat16}
+TE = {"moe_grouped_gemm": True, "te": True}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,6 +41,10 @@ def test_torch_multiplies_experts_as_a_loop_of_matmuls_does(dtype):
         grouped_mm(dy, weights.transpose(1, 2), sizes), torch.cat([dy @ weight.t() for _, weight, dy in parts])
     )
     assert torch.equal(grouped_mm_of_rows(x, dy, sizes), torch.stack([rows.t() @ dy for rows, _, dy in parts]))
+
+
+def built(te=False, **options):
+    return small_moe_gpt(moe_config(**options), te=te)
 
 
 CASES = {
@@ -64,6 +71,25 @@ def test_grouped_mlp_trains_with_the_same_bits(ranks, options):
             assert counts["chunks"] == count * counts["calls"] > 0
             assert "2 of 2 layers of experts covered" in coverage
             assert names > 40
+
+
+TE_CASES = {
+    **CASES,
+    "bf16": {"dtype": torch.bfloat16, **SHARED},
+    "biases": {"add_bias_linear": True},
+}
+
+
+@promise("megatron-grouped-experts-bits")
+@pytest.mark.sample("bf16", "biases")
+@pytest.mark.parametrize("options", TE_CASES.values(), ids=TE_CASES)
+def test_te_grouped_mlp_trains_with_the_same_bits(ranks, options):
+    for answers in ranks(2).run(compared, {**TE, **options}, [2, 4]):
+        for count, (different, counts, coverage, names) in zip([2, 4], answers, strict=True):
+            assert different == []
+            assert counts["chunks"] == count * counts["calls"] > 0
+            assert "2 of 2 layers of experts covered" in coverage
+            assert names > 60
 
 
 @promise("megatron-grouped-experts-bits")
@@ -105,8 +131,7 @@ def counted(group, options, distributed=False, compiled=False):
             stack.enter_context(mock.patch.object(module, "jit_fuser", like_a_compiled_function))
         for chunks in (1, 4):
             ascend_parallel.configure(num_chunks=chunks)
-            config, seen = moe_config(**options), []
-            model = small_moe_gpt(config)
+            model, seen = built(**options), []
             experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
             for name, module in model.named_modules():
                 if group.rank() == 0 and name.endswith("mlp.experts"):
@@ -115,7 +140,7 @@ def counted(group, options, distributed=False, compiled=False):
                         weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append("gradient"))
             if distributed:
                 ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
-                model = DistributedDataParallel(config, ddp, model)
+                model = DistributedDataParallel(model.config, ddp, model)
                 model.zero_grad_buffer()
             next_token_loss(model, tokens_of(0)).backward()
             if distributed:
@@ -126,17 +151,61 @@ def counted(group, options, distributed=False, compiled=False):
     return [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])], ran
 
 
+HABITS = {
+    "GroupedMLP": (GROUPED_MLP, False, False),
+    "GroupedMLP, compiled activation": (GROUPED_MLP, False, True),
+    "GroupedMLP, overlapped reductions": (GROUPED_MLP, True, False),
+    "TEGroupedMLP": (TE, False, False),
+}
+
+
 @promise("megatron-grouped-experts-hooks")
-@with_grouped_mlp
-@pytest.mark.sample("compiled activation")
+@pytest.mark.sample("GroupedMLP, compiled activation", "TEGroupedMLP")
 @pytest.mark.parametrize(
-    "how", [(False, False), (False, True), (True, False)], ids=["plain", "compiled activation", "overlapped reductions"]
+    "how",
+    [pytest.param(how, marks=() if how[0] is TE else with_grouped_mlp) for how in HABITS.values()],
+    ids=HABITS,
 )
 def test_a_hook_of_a_weight_runs_once_for_all_groups(ranks, how):
-    (different, (plain, overlapped)), (others, _) = ranks(2).run(counted, GROUPED_MLP, *how)
+    (different, (plain, overlapped)), (others, _) = ranks(2).run(counted, *how)
     assert different == others == []
-    assert plain.count("gradient") == overlapped.count("gradient") == 2 * 2  # layers, weights
+    weights = 2 * 4 if how[0] is TE else 2  # a layer, of 4 experts
+    assert plain.count("gradient") == overlapped.count("gradient") == 2 * weights
     assert overlapped.count("forward") == 4 * plain.count("forward") > 0
+
+
+@promise("megatron-grouped-experts-hooks")
+@on_ranks(2)
+def test_every_group_sees_the_first_micro_batch_of_its_call(group):
+    """TransformerEngine adds to main_grad, but in the first micro-batch of a step, which writes over what is there."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    runs, flags = [], []
+    with expert_parallel(2, schedules=True):
+        install()
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            model = built(te=True, moe_grouped_gemm=True, gradient_accumulation_fusion=True)
+            ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
+            model = DistributedDataParallel(model.config, ddp, model)
+            linears = [module for module in model.modules() if hasattr(module, "is_first_microbatch")]
+            run = {}
+            for step in range(2):
+                model.zero_grad_buffer()
+                for linear in linears:
+                    linear.is_first_microbatch = True
+                    for index in range(4):
+                        getattr(linear, f"weight{index}").main_grad.fill_(7.0)
+                with model.no_sync():
+                    next_token_loss(model, tokens_of(step)).backward()
+                flags += [linear.is_first_microbatch for linear in linears]
+                next_token_loss(model, tokens_of(step + 10)).backward()
+                finalize_model_grads([model])
+                run |= {f"{step} {name}": p.main_grad.clone() for name, p in model.named_parameters()}
+            runs.append(run)
+    assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
+    assert flags == [False] * 2 * 2 * 4  # runs, steps, layers of two linears
+    assert all(bool(runs[1][name].isfinite().all()) for name in runs[1])
 
 
 def measured(group, options):
@@ -148,8 +217,10 @@ def measured(group, options):
 
 
 @with_grouped_mlp
-def test_auto_measures_grouped_mlp_and_leaves_no_trace(ranks):
-    answers = ranks(2).run(measured, {**GROUPED_MLP, **SHARED})
+@pytest.mark.sample("TEGroupedMLP")
+@pytest.mark.parametrize("options", [GROUPED_MLP, TE], ids=["GroupedMLP", "TEGroupedMLP"])
+def test_auto_measures_grouped_experts_and_leaves_no_trace(ranks, options):
+    answers = ranks(2).run(measured, {**options, **SHARED})
     assert [different for different, _ in answers] == [[], []]
     assert answers[0][1] == answers[1][1]
     assert answers[0][1]["calls"] > 0
@@ -159,9 +230,9 @@ def verified(group, options, wrong):
     """Train with every call checked; return the report, or the message of the error."""
     with expert_parallel(2):
         ascend_parallel.configure(num_chunks=4, verify_every=1)
-        model = small_moe_gpt(moe_config(**options))
-        if wrong:  # the gradients of a group's weights are twice what they should be
-            model.decoder.layers[1].mlp.experts.register_forward_pre_hook(doubled_gradients)
+        model = built(**options)
+        if wrong:
+            model.decoder.layers[1].mlp.experts.register_forward_pre_hook(wrong_gradients)
         try:
             next_token_loss(model, tokens_of(0)).backward()
             return str(ascend_parallel.verification())
@@ -171,10 +242,14 @@ def verified(group, options, wrong):
             ascend_parallel.configure(num_chunks=1, verify_every=0)
 
 
-def doubled_gradients(module, arguments):
+def wrong_gradients(module, arguments):
+    """Return arguments with which the gradients of weights are not what they should be."""
     rows, tokens, probs = arguments
-    if type(tokens).__name__ == "GroupTokens":
+    if type(tokens).__name__ == "GroupTokens" and tokens.weights:
         tokens = tokens._replace(weights=[weight + (weight - weight.detach()) for weight in tokens.weights])
+    elif type(tokens).__name__ == "GroupTokens":  # adds nothing but to the gradient of a parameter
+        weight = module.linear_fc1.weight1
+        rows = rows + (weight - weight.detach()).sum()
     return rows, tokens, probs
 
 
@@ -185,3 +260,64 @@ def test_verification_compares_weight_gradients_of_grouped_mlp(ranks):
         assert "gradients of experts' weights" not in report
     for error in ranks(2).run(verified, GROUPED_MLP, True):
         assert re.search(r"MoELayer, experts\): the weight[12] gradient of call 1 is wrong", error), error
+
+
+def test_verification_compares_weight_gradients_of_te_grouped_mlp(ranks):
+    for report in ranks(2).run(verified, TE, False):
+        assert "decoder.layers.1.mlp" in report
+    for error in ranks(2).run(verified, TE, True):
+        assert re.search(r"the linear_fc1\.weight1 gradient of call 1 is wrong", error), error
+
+
+def refused(group):
+    """Train what is left to the original; return the reasons of coverage by case, and the exchanges."""
+    found = {}
+    with expert_parallel(2):
+        ascend_parallel.configure(num_chunks=4)
+
+        def run(name, change):
+            model = built(**TE)
+            for layer in model.decoder.layers:
+                change(layer.mlp)
+            ascend_parallel.ops.COUNTS.clear()
+            next_token_loss(model, tokens_of(0)).backward()
+            counts = ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {})
+            found[name] = [*ascend_parallel.coverage(model).experts.reasons], counts
+
+        def wrap(mlp):
+            mlp.experts.linear_fc1 = Wrapper(mlp.experts.linear_fc1)
+
+        def single(mlp):
+            mlp.experts.linear_fc2.register_parameter("weight", torch.nn.Parameter(torch.zeros(1)))
+
+        def fused(mlp):
+            mlp.config.use_transformer_engine_op_fuser = True
+
+        def derived(mlp):
+            mlp.experts.__class__ = type("InferenceGroupedMLP", (type(mlp.experts),), {})
+
+        for change in (wrap, single, derived, fused):
+            run(change.__name__, change)
+    return found
+
+
+class Wrapper(torch.nn.Module):
+    """An adapter around a grouped layer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.to_wrap = linear
+
+    def forward(self, x, m_splits):
+        """Return what the layer returns."""
+        return self.to_wrap(x, m_splits)
+
+
+def test_what_is_not_covered_runs_the_original(ranks):
+    for found in ranks(2).run(refused):
+        assert all(counts == {} and len(reasons) == 1 for reasons, counts in found.values())
+        reasons = {name: reasons[0] for name, (reasons, _) in found.items()}
+        assert "its linear_fc1 is Wrapper, not TEColumnParallelGroupedLinear" in reasons["wrap"]
+        assert "its linear_fc2 has a parameter of all experts: weight" in reasons["single"]
+        assert "InferenceGroupedMLP, not SequentialMLP, GroupedMLP or TEGroupedMLP" in reasons["derived"]
+        assert "use_transformer_engine_op_fuser" in reasons["fused"]

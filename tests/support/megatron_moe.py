@@ -9,7 +9,7 @@ import importlib
 from unittest import mock
 
 import torch
-from grouped_experts import grouped_gemm_on_cpu
+from grouped_experts import grouped_experts_on_cpu, te_grouped_mlp
 from megatron_cpu import (
     _with_plain_norms,
     end_model_parallel,
@@ -57,8 +57,7 @@ def moe_on_cpu(*, schedules=False):
             (dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        if hasattr(importlib.import_module(f"{MOE}.experts"), "GroupedMLP"):
-            stack.enter_context(grouped_gemm_on_cpu())
+        stack.enter_context(grouped_experts_on_cpu())
         # Up to 0.16 a router without TransformerEngine reads a name that is not there.
         stack.enter_context(mock.patch.object(utils, "te_general_gemm", None, create=True))
         yield
@@ -118,12 +117,17 @@ def moe_config(*, hidden=64, heads=4, experts=8, ffn=96, top_k=2, tp=1, ep=2, dt
     return TransformerConfig(**(values | overrides))
 
 
-def small_moe_gpt(config, *, vocab=256, seq=32, seed=1234):
-    """Return Megatron's GPTModel with its local layers; every layer has experts. The weights depend on `seed` only."""
+def small_moe_gpt(config, *, vocab=256, seq=32, seed=1234, te=False):
+    """Return Megatron's GPTModel with its local layers; every layer has experts. The weights depend on `seed` only.
+
+    te: the experts are a TEGroupedMLP
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    if te:
+        layer.submodules.mlp.submodules.experts = te_grouped_mlp()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
@@ -157,13 +161,13 @@ def tokens_of(step, seq=32, batch=2, vocab=256):
 def train(options, settings, steps=3):
     """Train from scratch; return everything that a step computes, the exchanges' counts, and the coverage.
 
-    options: those of `moe_config`, and "skewed" routers
+    options: those of `moe_config`, and "skewed" routers, and "te" of `small_moe_gpt`
     """
     options = dict(options)
-    skewed, outputs = options.pop("skewed", False), []
+    skewed, te, outputs = options.pop("skewed", False), options.pop("te", False), []
     ascend_parallel.configure(**settings)
     ascend_parallel.ops.COUNTS.clear()
-    model = small_moe_gpt(moe_config(**options))
+    model = small_moe_gpt(moe_config(**options), te=te)
     if skewed:
         skew(model)
     for name, module in model.named_modules():
