@@ -20,11 +20,13 @@ from measuring import on_ranks, options_of, run, table
 from ascend_parallel.tuning.bench.experts import ExpertsCase, figures_of, parts_of
 
 RANKS, GROUPS = 2, [2, 4]
-# The shared expert has a fifth of all computation. The last case computes for longer than it communicates.
+# The shared expert has a fifth of all computation. The third case computes for longer than it communicates, the last is
+# the first with torch's grouped matmul, as a group of grouped experts is one call.
 CASES = (
     ExpertsCase(experts=8, rows=1024, hidden=1024, inner=512, shared=128),
     ExpertsCase(experts=8, rows=1024, hidden=1024, inner=640),
     ExpertsCase(experts=8, rows=1024, hidden=1024, inner=1024, shared=256),
+    ExpertsCase(experts=8, rows=1024, hidden=1024, inner=512, shared=128, grouped=True),
 )
 
 

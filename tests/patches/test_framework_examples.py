@@ -24,12 +24,14 @@ COMPARE = FOLDER / "compare.py"
         ("torch_tp", "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint"),
         ("torch_tp", "-- --sequence-parallel --lora 8"),
         ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
+        ("megatron_moe", "-- --steps 2"),
         ("long_sequence", "-- --rows 512 --dtype bfloat16"),
     ],
 )
 def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
     options = options.split()
     needed = "deepspeed" if script == "deepspeed_tp" else "torch" if script == "torch_tp" else "transformers"
+    needed = "megatron.core" if script == "megatron_moe" else needed
     pytest.importorskip(needed, reason=f"{needed} is not installed")
     rounded = ["--limit", "0.1"] if "bfloat16" in options else []  # where chunks change bits on this machine
     words = [forked_python(), str(COMPARE), script, "--json", *rounded, *options]

@@ -51,6 +51,7 @@ class ExpertsCase:
     hidden   width of a row
     inner    width inside an expert
     shared   width inside the shared expert; 0: none
+    grouped  torch's grouped matmul computes a group's experts in one call, forward and backward
     """
 
     experts: int
@@ -59,6 +60,7 @@ class ExpertsCase:
     inner: int
     shared: int = 0
     dtype: str = "float32"
+    grouped: bool = False
 
     @classmethod
     def parse(cls, text: str, shared: int, dtype: str, ranks: int) -> ExpertsCase:
@@ -75,7 +77,10 @@ class ExpertsCase:
     def __str__(self) -> str:
         """Return the case in words."""
         shared = f", a shared expert of {self.shared}" if self.shared else ""
-        return f"{self.experts} experts of {self.inner}{shared}, {self.rows} rows of {self.hidden} a rank, {self.dtype}"
+        experts = "grouped experts" if self.grouped else "experts"
+        return (
+            f"{self.experts} {experts} of {self.inner}{shared}, {self.rows} rows of {self.hidden} a rank, {self.dtype}"
+        )
 
 
 def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], rounds: int) -> dict[str, Any]:
@@ -131,6 +136,7 @@ class _Layer:
         self._up = drawn(local, 2 * case.inner, case.hidden)
         self._down = drawn(local, case.hidden, case.inner)
         self._shared = [drawn(2 * case.shared, case.hidden), drawn(case.hidden, case.shared)] if case.shared else []
+        self._run_group = _run_grouped if case.grouped else _run_group
         self._received = drawn(sum(self._whole.received_sizes), case.hidden)
 
     @property
@@ -140,7 +146,7 @@ class _Layer:
 
     def overlapped(self, groups: int) -> None:
         """Run the layer's operator in `groups` groups of experts."""
-        local = LocalExperts(run=_run_group, weights=[self._up, self._down])
+        local = LocalExperts(run=self._run_group, weights=[self._up, self._down])
         shared = None
         if self._shared:
             shared = SharedExpert(x=self._rows, parts=self._shared_parts(), parameters=self._shared)
@@ -150,13 +156,13 @@ class _Layer:
 
     def serial(self) -> None:
         """Run all-to-all, experts, all-to-all and the shared expert in turn, with torch's own autograd."""
-        local = LocalExperts(run=_run_group, weights=[self._up, self._down])
+        local = LocalExperts(run=self._run_group, weights=[self._up, self._down])
         y = experts_in_turn(self._rows, self._counts, local, group=self._group)
         self._backward(y, self._run_shared())
 
     def compute(self) -> None:
         """Run the experts and the shared expert on rows that are there."""
-        made = _run_group(self._whole, self._received, None, [self._up, self._down])
+        made = self._run_group(self._whole, self._received, None, [self._up, self._down])
         made.backward(torch.ones_like(made))  # type: ignore[no-untyped-call]
         if (y := self._run_shared()) is not None:
             y.backward(self._dy)  # type: ignore[no-untyped-call]
@@ -214,6 +220,14 @@ def _run_group(group: ExpertGroup, rows: torch.Tensor, _: object, weights: Any) 
     parts = torch.split_with_sizes(group.by_expert(rows), group.expert_sizes)
     outputs = [linear(_gated(part, up), down) for part, up, down in zip(parts, *weights, strict=True)]
     return group.by_source(torch.cat(outputs))
+
+
+def _run_grouped(group: ExpertGroup, rows: torch.Tensor, _: object, weights: Any) -> torch.Tensor:
+    """Compute experts in one grouped matmul for each weight, of rows in the order [source][expert]."""
+    ends = torch.tensor(group.expert_sizes).cumsum(0).to(torch.int32)
+    up, down = (weight.transpose(1, 2) for weight in weights)
+    gate, value = torch._grouped_mm(group.by_expert(rows), up, offs=ends).chunk(2, dim=-1)
+    return group.by_source(torch._grouped_mm(silu(gate) * value, down, offs=ends))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+../for_megatron_users/megatron_cpu.py
