@@ -31,8 +31,10 @@ EXPERTS = "megatron.core.transformer.moe.experts"
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
 PARAMETERS = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
-LAST_GROUPED_MLP = (0, 16)  # the last version with GroupedMLP
-BUFFERS_SINCE = (0, 19)  # TEGroupedMLP.forward takes buffers, of its fused operation
+# The last version with GroupedMLP, and the last whose TEGroupedMLP was run.
+LAST_GROUPED = (0, 16)
+# Before this version a recomputed activation reads gradients of what saved-tensor hooks return, which get none.
+RECOMPUTES_ACTIVATION = (0, 16)
 
 # A layer of TEGroupedMLP has one parameter of these names for each expert.
 NUMBERED = re.compile(r"(weight|bias)(\d+)")

@@ -35,11 +35,11 @@ from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.expert_modules import (
-    BUFFERS_SINCE,
     EXPERTS,
-    LAST_GROUPED_MLP,
+    LAST_GROUPED,
     MODULES,
     PARAMETERS,
+    RECOMPUTES_ACTIVATION,
     GroupTokens,
     make_experts_forward,
     uncovered_module,
@@ -120,16 +120,15 @@ def patch_set(megatron: Megatron) -> PatchSet:
 def modules_of(megatron: Megatron) -> list[str]:
     """Return the names of the classes of experts that a version has, of those that run in groups."""
     names = [name for module, name in MODULES if module == EXPERTS]
-    return [name for name in names if name != "GroupedMLP" or megatron.version[:2] <= LAST_GROUPED_MLP]
+    return names if megatron.version[:2] <= LAST_GROUPED else ["SequentialMLP"]
 
 
 def experts_patch(name: str, megatron: Megatron) -> Patch:
     """Return the patch of a module of experts."""
-    buffers = name == "TEGroupedMLP" and megatron.version >= BUFFERS_SINCE
     return Patch(
         target=f"{EXPERTS}.{name}.forward",
         replacement=lambda original: make_experts_forward(original, MODULES[EXPERTS, name].view),
-        parameters=(*PARAMETERS, *(("output_buffer", "grad_input_buffer") if buffers else ())),
+        parameters=PARAMETERS,
         reason="computes a group of its experts",
     )
 
@@ -183,6 +182,10 @@ def _uncovered_on_all_ranks(layer: Any, megatron: Megatron) -> str | None:
         return reason
     if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(layer, "_inference_token_dispatcher", None):
         return "it may be captured in a CUDA graph (cuda_graph_impl, transformer_impl)"
+    if megatron.version < RECOMPUTES_ACTIVATION and "moe_act" in (getattr(config, "recompute_modules", None) or ()):
+        return "its activation is recomputed (recompute_modules moe_act), which groups can since megatron-core 0.16"
+    if type(layer.experts).__name__ == "TEGroupedMLP" and megatron.version[:2] > LAST_GROUPED:
+        return "its experts are a TEGroupedMLP of megatron-core 0.17 or later, which was not tried"
     return _other_dispatcher(layer) or _other_experts(layer)
 
 

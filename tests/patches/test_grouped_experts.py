@@ -22,8 +22,7 @@ from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 
 VERSION = version_tuple(installed_version())
-pytestmark = pytest.mark.skipif(VERSION < (0, 13), reason="its parts are of 0.13 and later")
-with_grouped_mlp = pytest.mark.skipif(VERSION[:2] > (0, 16), reason="GroupedMLP is of 0.16 and before")
+pytestmark = pytest.mark.skipif(not (0, 13) <= VERSION < (0, 17), reason="grouped experts of 0.13 to 0.16 are covered")
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
 GROUPED_MLP = {"moe_grouped_gemm": True, "dtype": torch.bfloat16}
@@ -54,14 +53,16 @@ CASES = {
     "shared expert, Megatron's overlap": {**SHARED, "moe_shared_expert_overlap": True},
     "padded to capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "recompute of layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "recompute of the activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    "recompute of the activation": pytest.param(
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        marks=pytest.mark.skipif(VERSION < (0, 16), reason="runs the original"),
+    ),
     "probabilities on the input": {"top_k": 1, "moe_apply_probs_on_input": True},
     "not gated": {"gated_linear_unit": False},
 }
 
 
 @promise("megatron-grouped-experts-bits")
-@with_grouped_mlp
 @pytest.mark.sample("skewed, top-1, shared expert", "recompute of the activation")
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_grouped_mlp_trains_with_the_same_bits(ranks, options):
@@ -76,7 +77,9 @@ def test_grouped_mlp_trains_with_the_same_bits(ranks, options):
 TE_CASES = {
     **CASES,
     "bf16": {"dtype": torch.bfloat16, **SHARED},
-    "biases": {"add_bias_linear": True},
+    "biases": pytest.param(
+        {"add_bias_linear": True}, marks=pytest.mark.skipif(VERSION < (0, 16), reason="biases are of later versions")
+    ),
 }
 
 
@@ -94,7 +97,6 @@ def test_te_grouped_mlp_trains_with_the_same_bits(ranks, options):
 
 @promise("megatron-grouped-experts-bits")
 @pytest.mark.slow
-@with_grouped_mlp
 def test_grouped_mlp_on_four_ranks(ranks):
     for ((different, counts, _, _),) in ranks(4).run(compared, {**GROUPED_MLP, **SHARED, "top_k": 4}, [2]):
         assert different == []
@@ -163,7 +165,7 @@ HABITS = {
 @pytest.mark.sample("GroupedMLP, compiled activation", "TEGroupedMLP")
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(how, marks=() if how[0] is TE else with_grouped_mlp) for how in HABITS.values()],
+    HABITS.values(),
     ids=HABITS,
 )
 def test_a_hook_of_a_weight_runs_once_for_all_groups(ranks, how):
@@ -216,7 +218,6 @@ def measured(group, options):
     return [name for name in plain if not torch.equal(plain[name], found[name])], counts
 
 
-@with_grouped_mlp
 @pytest.mark.sample("TEGroupedMLP")
 @pytest.mark.parametrize("options", [GROUPED_MLP, TE], ids=["GroupedMLP", "TEGroupedMLP"])
 def test_auto_measures_grouped_experts_and_leaves_no_trace(ranks, options):
@@ -253,7 +254,6 @@ def wrong_gradients(module, arguments):
     return rows, tokens, probs
 
 
-@with_grouped_mlp
 def test_verification_compares_weight_gradients_of_grouped_mlp(ranks):
     for report in ranks(2).run(verified, GROUPED_MLP, False):
         assert "decoder.layers.1.mlp" in report
