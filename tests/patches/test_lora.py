@@ -164,13 +164,6 @@ class Scaled(LoRALinear):
         return y * 1.5 + y
 
 
-class Otherwise(LoRALinear):
-    """Does not call the layer's own product with the layer's weight: merged."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight + self.first_b @ self.first_a)
-
-
 class Disabled(nn.Linear):
     def forward(self, x):
         return super().forward(x)

@@ -21,7 +21,7 @@ from ascend_parallel.sharding.visualize.advice import advise, step_seconds
 from ascend_parallel.sharding.visualize.page import to_html
 from ascend_parallel.sharding.visualize.proposals import in_strategy, proposals
 
-FILE = Path(__file__).parents[2] / "examples" / "sharding" / "published.py"
+FILE = Path(__file__).parents[2] / "examples" / "sharding" / "guide_examples.py"
 SPEC = importlib.util.spec_from_file_location("published_examples", FILE)
 published = importlib.util.module_from_spec(SPEC)
 sys.modules["published_examples"] = published  # its dataclass looks its own module up
