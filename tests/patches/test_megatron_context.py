@@ -150,7 +150,7 @@ def beside_one_rank(group, case):
 
 @promise("megatron-context-bits")
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_gpt_whose_ranks_share_sequences_has_the_bits_of_one_rank(ranks, case):
     version = version_tuple(importlib.metadata.version("megatron-core"))
     if "window_size" in case.options and version < (0, 15):
