@@ -129,7 +129,7 @@ def too_narrow(communicated: int, other: int) -> bool:
     other: the features on the matmul's other side. Such are the collectives of a low-rank adapter: they move little and
     have little to run under, so further ones cost their latency. A pure function of the shape: all ranks decide alike.
     """
-    return communicated <= NARROW and communicated * NARROW_SHARE <= other
+    return communicated <= NARROW and communicated * NARROW_SHARE < other
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:

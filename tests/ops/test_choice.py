@@ -47,11 +47,11 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
         ("matmul_all_reduce", 2048, 16, 1),  # A of a row layer's adapter, and the input gradient of a column layer's B
         ("matmul_reduce_scatter", 2048, 16, 1),
         ("all_gather_matmul", 16, 2048, 1),  # B of a column layer's adapter with sequence parallelism
-        ("matmul_all_reduce", 1024, 256, 1),
+        ("matmul_all_reduce", 2048, 256, 1),
         ("matmul_all_reduce", 16, 2048, 4),  # wide collectives: B of an adapter that ends in a sum
         ("all_gather_matmul", 2048, 16, 4),
         ("matmul_all_reduce", 1024, 257, 4),
-        ("matmul_all_reduce", 1023, 256, 4),
+        ("matmul_all_reduce", 1024, 256, 4),
         ("matmul_all_reduce", 64128, 2048, 4),  # an output layer's backward
     ],
 )

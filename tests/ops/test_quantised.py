@@ -226,7 +226,7 @@ def test_what_is_chosen_for_an_int8_weight():
     text = str(explain(problem(), Settings(num_chunks=4)))
     assert "float32 and int8 weight per group on 2 cpu ranks: chunked, chunks: 4" in text
     narrow = choose(
-        Problem("matmul_all_reduce", 64, 512, 40, torch.float32, "cpu", 2, antiquant="tensor"), Settings(num_chunks=4)
+        Problem("matmul_all_reduce", 64, 128, 40, torch.float32, "cpu", 2, antiquant="tensor"), Settings(num_chunks=4)
     )
     assert narrow.reason == "COC_PARALLEL_NUM=4; 40 columns allow 2 (multiples of 16 columns)"
 

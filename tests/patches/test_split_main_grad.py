@@ -20,7 +20,7 @@ def test_main_grad(group, owner):
     with Layers(group.size(), gradient_accumulation_fusion=True, sequence_parallel=True) as layers:
         for settings in ({"num_chunks": 1}, {"num_chunks": 4, "split_weight_gradient": True}):
             ascend_parallel.configure(**settings)
-            layer = layers.make("RowParallelLinear", (SHAPE[-1] * group.size(), 96), skip_bias_add=True)
+            layer = layers.make("RowParallelLinear", (SHAPE[-1] * group.size(), 192), skip_bias_add=True)
             start = torch.ones(layer.weight.shape)
             layer.weight.main_grad = start.clone()
             if owner == "DDP":

@@ -16,7 +16,7 @@ from ascend_parallel.ops.problem import problem_of
 from ascend_parallel.patches.symm_mem import devices
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(53, 24), (2, 37, 24), (33, 3, 24), (2, 3, 19, 8)]
+SHAPES = [(53, 24), (2, 37, 24), (33, 3, 24), (2, 3, 19, 16)]
 CHUNKS = (1, 3)
 CPU = torch.device("cpu")
 
