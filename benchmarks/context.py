@@ -6,8 +6,9 @@
 
 2 ranks of one thread share a sequence. "whole" exchanges all heads by torch's own all-to-alls, before and after the
 attention. The table of attention has medians of forward and backward in ms, medians of the ratio whole / own paired by
-round with bootstrap intervals, and the medians over max(T_comp, T_comm), below which no schedule can come: T_comp is
-the attention of a rank's heads without an exchange, T_comm the exchange without attention. The steps are forward,
+round with bootstrap intervals, and the medians over max(T_comp, T_comm), below which few schedules come: T_comp is
+the attention of a rank's heads without an exchange, T_comm the whole exchange without attention (groups send faster
+than torch's all-to-all, so they may pass this bound). The steps are forward,
 backward and AdamW of a Llama of transformers, with sdpa; "whole" is one group.
 """
 
