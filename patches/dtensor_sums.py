@@ -69,11 +69,13 @@ def _product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "is no layer of a style, and has other shapes at every degree: compute it of the whole tensor, "
             "full_tensor()"
         )
-    own = _handlers().pop(operator)
+    # Backward threads may do the same at the same time.
+    own = _handlers().pop(operator, None)
     try:
         return operator(*args, **kwargs)
     finally:
-        _handlers()[operator] = own
+        if own is not None:
+            _handlers()[operator] = own
 
 
 def _is_cut(x: Any) -> bool:

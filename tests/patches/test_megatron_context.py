@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from gpt_training import LLAMA, REGION
 from megatron_cpu import end_model_parallel, finalize_gradients, megatron_on_cpu, small_gpt
 
-LENGTH = 64
+LENGTH = 56  # 8 pieces on 4 ranks, and no multiple of 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Case:
     """A GPT, its ranks, and how its attention is exchanged.
 
     masked: documents of the given lengths, by an attention mask; (): a causal mask, by none.
+    habits: hooks on every module of rank 0, and its attention's forward wrapped.
     """
 
     ranks: int = 2
@@ -35,14 +36,16 @@ class Case:
     groups: tuple[int | str, ...] = (1, 2)
     options: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
+    habits: bool = False
 
 
 CASES = [
     Case(),
     Case(options={**LLAMA, "rope": True, "num_query_groups": 2}, groups=(1,)),
-    Case(masked=(40, 24), options={"recompute": True}),
+    Case(masked=(40, 16), options={"recompute": True}),
+    Case(options={"heads": 6, "hidden": 96}, batch=3, groups=(1, 3), habits=True),
     Case(
-        masked=(64,),
+        masked=(56,),
         options={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         groups=("auto",),
     ),
@@ -91,6 +94,8 @@ def results(case, context, dtype=torch.float32):
 
     model = small_gpt(seq=LENGTH, context_parallel_size=context, dtype=dtype, **case.options)
     kept = []
+    if case.habits and context > 1 and dist.get_rank() == 0:
+        take_habits(model)
     model.embedding.register_forward_hook(lambda *call: kept.append(call[-1]) or call[-1].retain_grad())
     batch = batch_of(case)
     if context > 1:
@@ -106,6 +111,22 @@ def results(case, context, dtype=torch.float32):
         for gradient in weights.values():
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
     return losses.detach(), kept[0].grad, weights
+
+
+def take_habits(model):
+    """Have hooks see every output and its gradient, and wrap the forward of each attention."""
+
+    def watch(module, inputs, output):
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: None)
+
+    for module in model.modules():
+        module.register_forward_hook(watch)
+    for layer in model.decoder.layers:
+        attention = layer.self_attention.core_attention
+        inner = attention.forward
+        attention.forward = lambda *args, inner=inner, **kwargs: inner(*args, **kwargs)
 
 
 def own_part(whole, dim, rank, ranks):
