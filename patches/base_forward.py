@@ -26,12 +26,16 @@ from ascend_parallel.overlap.weight_gradient import WeightGradient
 _LINEAR = torch._C._nn.linear
 
 
-@functools.cache
 def calls_forward_of(kind: Any, base: Any) -> bool:
     """Tell whether each forward of the classes between `kind` and `base` names the next one, or the linear function.
 
     A pure function of the classes' code, so alike on all ranks; what a call does is seen when it runs.
     """
+    return _forwards_call(kind, base)
+
+
+@functools.cache
+def _forwards_call(kind: Any, base: Any) -> bool:
     between = kind.__mro__[: kind.__mro__.index(base)]
     forwards = (vars(each)["forward"] for each in between if "forward" in vars(each))
     return all(_names_forward(inspect.unwrap(forward), base) for forward in forwards)
