@@ -43,6 +43,8 @@ from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.tuning.launch.ranks import RankError
 
 RANKS, PLAIN = 2, "plain"
+CHANGED = ("every cut changes the matmul's bits", "these chunks change the matmul's bits")  # in the log
+AGAIN = "plain, again"  # the control: a step whose own bits change says nothing about chunks
 PARTS = ("layers", "symm", "graph", "profile", "steps")
 SILENCE = 30.0  # seconds without progress after which a rank prints its stacks and ends
 PART_LIMIT = 100.0
@@ -527,7 +529,12 @@ def _steps(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[list[str]
     shape += f"{options['rows']} tokens in {options['batch']} sequences"
     figures["log"] = reasons.taken()
     decided = [text[:200] for text in figures["log"] if "on this machine" in text or "=auto: " in text]
-    return [shape, table(heads, rows), *decided[:14]], figures
+    changed = [text for text in figures["log"] if any(words in text for words in CHANGED)]
+    figures["bits_promised"] = not changed
+    promise = "equal bits are promised: no cut changed a matmul's bits in the probe"
+    if changed:
+        promise = f"equal bits are not promised: the probe names {len(changed)} shapes whose bits chunks change here"
+    return [shape, table(heads, rows), promise, *decided[:14]], figures
 
 
 class Reasons(logging.Handler):
@@ -597,6 +604,13 @@ def _gpt(mode: str, options: dict[str, Any]) -> tuple[list[list[str]], dict[str,
         ascend_parallel.configure(num_chunks=1)
     runs = {name: lambda state=state: with_state(state, step) for name, state in states.items()}
     first, results, host = {}, {}, {}
+
+    def kept(name: str) -> dict[str, torch.Tensor]:
+        made: list[torch.Tensor] = []
+        with_state(states[name], lambda: made.append(step()))
+        gradients = {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
+        return {"loss": made[0].clone(), **gradients}
+
     for name, function in runs.items():
         alive(f"{mode}: {name}, the first steps")
         begin = clock()
@@ -610,16 +624,17 @@ def _gpt(mode: str, options: dict[str, Any]) -> tuple[list[list[str]], dict[str,
             with_state(states[name], step)
             synchronize(options)
         host[name] = 1e3 * median(hosts)
-        made: list[torch.Tensor] = []
-        with_state(states[name], lambda made=made: made.append(step()))
-        gradients = {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
-        results[name] = {"loss": made[0].clone(), **gradients}
+        results[name] = kept(name)
     times = in_turn(runs, options["rounds"], warm_up=1, clock=clock)
-    runs[PLAIN]()
+    results[AGAIN] = kept(PLAIN)
     rows, figures = [], {}
-    for name in runs:
+    for name in results:
         other = [key for key, each in results[name].items() if not torch.equal(each, results[PLAIN][key])]
         bits = f"{len(other)} of {len(results[name])}"
+        if name == AGAIN:
+            rows.append([mode, name, *[""] * 4, bits])
+            figures[name] = {"other_bits": other[:8]}
+            continue
         rows.append(
             [mode, name, milliseconds(times[name], 2), *ratio(times[PLAIN], times[name]), f"{host[name]:.1f}", bits]
         )
