@@ -85,6 +85,8 @@ class CheckedCall:
     inside
         The names of operands whose gradients are accumulated while the backward runs, not given by it: parameters that
         a graph inside the call reads.
+    name
+        The layer's name in its model, as its framework says; empty: it is looked for among the process's modules.
     """
 
     layer: Any
@@ -98,6 +100,7 @@ class CheckedCall:
     gradients: Gradients = field(default_factory=Gradients)
     backward_operands: Callable[[torch.Tensor | None, torch.Tensor | None], Tensors] = lambda kept, weight: {}
     inside: frozenset[str] = frozenset()
+    name: str = ""
 
     @property
     def graded(self) -> bool:
@@ -135,7 +138,7 @@ class Check:
         self._limit = default_limit(self._dtype) if rules.limit is None else rules.limit
         shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in call.operands.items())
         self._operands = f"{shapes}, {self._dtype}"
-        self._record = LEDGER.record(call.layer)
+        self._record = LEDGER.record(call.layer, call.name)
         self._operators: OperatorsRan | None = None
         self._backward_operands: Tensors = {}
         self._output_gradients: dict[str, torch.Tensor] = {}
@@ -375,7 +378,7 @@ class CheckedLinear:
             group=self.group,
             operands={"input": self.x, "weight": self.weight},
             run=run,
-            results=lambda returned: {"output": returned[0] if isinstance(returned, tuple) else returned},
+            results=output_of,
             original=lambda operands: {"output": original(operands["input"], operands["weight"])},
             operators=lambda: functools.partial(self._ran, self.settings(), operand_dtype(self.x)),
             **{"backward_operands": backward_operands, **options},
@@ -397,6 +400,11 @@ class CheckedLinear:
         # The operator has run, so its choice is cached and needs no communication.
         choice = choice_for(problem, self.group, settings, self.weight.device, operator.layout)
         return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
+
+
+def output_of(returned: Any) -> Tensors:
+    """Return the results of a call that returns its output, alone or first."""
+    return {"output": returned[0] if isinstance(returned, tuple) else returned}
 
 
 def linear_operands(

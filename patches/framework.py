@@ -112,6 +112,10 @@ class Framework(ABC):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the original forward of `layer` must run, or None."""
 
+    def name_of(self, layer: Any) -> str:
+        """Return the name in its model that the framework gives a layer; empty: it gives none."""
+        return ""
+
     def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> LayerShape | None:
         """Return the shape of a call of `layer`; None: it is of experts, or its weight is not tuned."""
         return None if kind == "experts" else LayerShape.of(kind, x, weight, self.group_of(layer).size(), **options)

@@ -27,7 +27,7 @@ from ascend_parallel.overlap.quantised import quantised_row_linear
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
-from ascend_parallel.patches.check import CheckedCall, CheckedLinear, linear_operands
+from ascend_parallel.patches.check import CheckedCall, CheckedLinear, linear_operands, output_of
 from ascend_parallel.patches.framework import Framework
 
 # Rows of a call without gradients below which the original runs: one token of a generation has nothing to cut.
@@ -118,7 +118,7 @@ def run_linear(framework: Framework, call: LinearCall) -> Any:
 
     With `finish` the output is what that returns, as what `original` returns is.
     """
-    if (verifier := framework.verifier) is not None and call.module_weight is None:
+    if (verifier := framework.verifier) is not None:
         return framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
     if framework.region_choice.undecided:
         return framework.timed(call.layer, call.x, lambda: _run(framework, call))
@@ -136,6 +136,8 @@ def too_few_rows(framework: Framework, call: LinearCall) -> bool:
 def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
     """Return the call beside the framework's own forward."""
     group = framework.group_of(call.layer)
+    if call.module_weight is not None:
+        return _checked_module(framework, call, call.module_weight)
     linear = CheckedLinear(
         layer=call.layer,
         kind=call.kind,
@@ -153,6 +155,22 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
         functools.partial(_by_framework, call),
         run,
         backward_operands=functools.partial(_backward_operands, call, group.rank()),
+    )
+
+
+def _checked_module(framework: Framework, call: LinearCall, weight: ModuleWeight) -> CheckedCall:
+    """Return the call of a module that multiplies itself beside its whole own forward: nobody else reads its weight."""
+    chunks = f"multiplied and reduced in chunks of rows {list(weight.cut(call.x.shape[:-1].numel()))}"
+    return CheckedCall(
+        layer=call.layer,
+        path=call.kind,
+        group=framework.group_of(call.layer),
+        operands={"input": call.x},
+        run=functools.partial(_run, framework, call),
+        results=output_of,
+        original=lambda operands: output_of(call.original(operands["input"])),
+        operators=lambda: lambda direction: f"Its {direction} {chunks}, with the module's own kernel",
+        name=framework.name_of(call.layer),
     )
 
 

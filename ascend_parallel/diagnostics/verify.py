@@ -196,10 +196,10 @@ class Ledger:
         self._notes: list[str] = []
         self.rank: int | None = None
 
-    def record(self, layer: torch.nn.Module) -> LayerErrors:
-        """Return the layer's record; the first call creates the record."""
+    def record(self, layer: torch.nn.Module, name: str = "") -> LayerErrors:
+        """Return the layer's record; the first call creates the record. name: in its model, empty: to be looked for."""
         if layer not in self._layers:
-            record = LayerErrors(self._name(layer), type(layer).__name__)
+            record = LayerErrors(name or self._name(layer), type(layer).__name__)
             self._layers[layer] = record
             self._records.append(record)
         return self._layers[layer]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_REDUCE
+from ascend_parallel.ops.record import RECORDING, recorded_pass
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import finished, unfinished
 from ascend_parallel.overlap.chunks import Chunks, region_chunks
@@ -35,6 +37,8 @@ PARALLEL_STATE = "vllm.distributed.parallel_state"
 # Linear methods whose `apply` gives each row what it would give it alone.
 BY_ROWS = ("UnquantizedLinearMethod", "AscendUnquantizedLinearMethod")
 COMPILED = "vLLM compiles it, and overlap is not in compiled graphs (--enforce-eager runs it with overlap)"
+# The all-reduce without a matmul of ours, as counts and timelines name it.
+ALONE = "all_reduce"
 # Devices on which vLLM's own all-reduce writes to the tensor that it is given.
 IN_PLACE = ("cpu", "npu")
 
@@ -51,7 +55,9 @@ class Vllm(Framework):
         left unfinished unless COC_REGION=0, since no backward follows.
         """
         chunks = Chunks.counted(settings, region_chunks(settings), "nothing is measured inside a request")
-        super().__init__(replace(chunks.settings, region=settings.region is not False))
+        self.in_one = chunks.settings.effective_mode == 1
+        """Whether each call runs here in one chunk, for a timeline of what chunks are compared with (COC_MODE=1)."""
+        super().__init__(replace(chunks.settings, region=settings.region is not False and not self.in_one))
         self.version = version
         self.asked = settings
         self.adapted: WeakSet[torch.nn.Module] = WeakSet()
@@ -68,7 +74,6 @@ class Vllm(Framework):
         named = {
             "COC_TUNE": asked.tune,
             "COC_PLAN": asked.plan,
-            "COC_VERIFY": asked.verify_every,
             "USE_COC_FUSED_KERNEL": asked.fused,
             "customized_coc": asked.customized_coc,
         }
@@ -78,6 +83,10 @@ class Vllm(Framework):
         """Return the tensor-parallel group of a layer."""
         group: dist.ProcessGroup = _state().get_tp_group().device_group
         return group
+
+    def name_of(self, layer: Any) -> str:
+        """Return the name in its model that vLLM gives a layer: vLLM hides its modules from Python's collector."""
+        return str(layer.prefix)
 
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why vLLM's own forward of `layer` must run, or None."""
@@ -124,14 +133,34 @@ class Vllm(Framework):
         self.used = True
         return super().prepare(layer, kind, x, weight, **options)
 
+    @contextmanager
+    def counted(self, count: int) -> Iterator[None]:
+        """Cut steps into `count` chunks inside this context, with 1 into none, and check nothing."""
+        before = self.tried, self.verifier
+        self.tried, self.verifier = count, None
+        try:
+            yield
+        finally:
+            self.tried, self.verifier = before
+
+    def beside_run(self) -> AbstractContextManager[None]:
+        """Return a context in which vLLM's own code runs, with its own all-reduces."""
+        return self.counted(1)
+
     def chunks(self, tokens: int, device: str) -> Sizes:
         """Return the rows of each chunk of a call; a single one: the original runs."""
         return token_chunks(tokens, self.count(tokens), device, self.least_rows)
+
+    def covers(self, tokens: int, device: str) -> bool:
+        """Tell whether a call with so many tokens runs here."""
+        return len(self.chunks(tokens, device)) > 1 or (self.in_one and self.tried is None)
 
     def count(self, tokens: int) -> int:
         """Return about how many chunks a step is cut into."""
         if self.tried is not None:
             return self.tried
+        if self.in_one:
+            return 1
         return self.settings.num_chunks if self.measured is None else self.measured.count(tokens)
 
     @property
@@ -163,7 +192,7 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
     def forward(self: Any, input_: torch.Tensor) -> Any:
         if torch.compiler.is_compiling() or input_.shape[0] < LEAST_TOKENS or input_.dim() != 2:
             return original(self, input_)
-        if torch.is_grad_enabled() or len(vllm.chunks(input_.shape[0], input_.device.type)) < 2:
+        if torch.is_grad_enabled() or not vllm.covers(input_.shape[0], input_.device.type):
             return original(self, input_)
         reason = vllm.uncovered(self)
         if reason is not None:
@@ -196,30 +225,42 @@ def all_reduce(original: Function, vllm: Vllm) -> Function:
             return original(self, input_)  # type: ignore[no-any-return]
         if self.world_size == 1 or torch.is_grad_enabled():
             return original(self, input_)  # type: ignore[no-any-return]
-        sizes = vllm.chunks(input_.shape[0], input_.device.type)
-        if len(sizes) < 2 or not _may_be_cut(self, input_, vllm):
+        if not vllm.covers(input_.shape[0], input_.device.type) or not _may_be_cut(self, input_, vllm):
             return original(self, input_)  # type: ignore[no-any-return]
         vllm.confirm(self.device_group)()
         y = finished(input_)
         y = y if y.device.type in IN_PLACE else y.clone()
-        return unfinished(start_all_reduce(y, self.device_group, sizes), vllm.leaves_rows, "region")
+        sizes = vllm.chunks(y.shape[0], y.device.type)
+        with recorded_pass(SimpleNamespace(), ALONE, "forward", y.device.type):
+            pending = start_all_reduce(y, self.device_group, sizes)
+            return unfinished(pending, vllm.leaves_rows, "region")
 
     return reduce
 
 
 def start_all_reduce(y: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
     """Start the sum over ranks of y [M, N], in place, in chunks of rows."""
-    pending = Pending(y, ALL_REDUCE, group, len(sizes), sizes)
-    with pending.launching():
-        for y_c in torch.split_with_sizes(y, sizes):
-            pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
-    COUNTS.add("all_reduce", len(sizes), len(sizes))
+    with _in_timeline(y, group, sizes):
+        pending = Pending(y, ALONE, group, len(sizes), sizes)
+        with pending.launching():
+            for y_c in torch.split_with_sizes(y, sizes):
+                pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
+    COUNTS.add(ALONE, len(sizes), len(sizes))
     return pending
+
+
+def _in_timeline(y: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> AbstractContextManager[object]:
+    """Return a context that records the sum over ranks of y [M, N], if a recorder is active."""
+    if RECORDING.recorder is None:
+        return nullcontext()
+    dtype = str(y.dtype).removeprefix("torch.")
+    call = {"operator": ALONE, "m": y.shape[0], "k": 0, "n": y.shape[1], "dtype": dtype, "kernel": "chunked"}
+    return RECORDING.recorder.call({**call, "chunks": len(sizes)}, y.device.type, group, fused=False)
 
 
 def _may_be_cut(coordinator: Any, x: torch.Tensor, vllm: Vllm) -> bool:
     """Tell whether a sum over ranks may be left unfinished; the same on every rank."""
-    if not vllm.leaves_rows or not x.is_floating_point() or not x.is_contiguous():
+    if not (vllm.leaves_rows or vllm.in_one) or not x.is_floating_point() or not x.is_contiguous():
         return False
     return str(coordinator.unique_name).startswith("tp") and vllm.uncovered_sum(coordinator) is None
 

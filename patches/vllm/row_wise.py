@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
 from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
 
 LAYERS = "vllm.model_executor.layers"
 ASCEND = "vllm_ascend.ops"
@@ -99,7 +101,9 @@ def row_wise_call(original: Function, each: RowWise) -> Function:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or len(args) <= first or not _waits(args, each.rows):
-            return original(self, *args, **kwargs)
+            if RECORDING.recorder is None or torch.compiler.is_compiling() or not _many_rows(args[first:]):
+                return original(self, *args, **kwargs)
+            return compute_rows(type(self).__name__, original, self, *args, **kwargs)
         by_name = type(self) is kind or full_name(type(self)) in each.derived
         if not by_name or any(map(torch.is_tensor, kwargs.values())):
             return original(self, *args, **kwargs)
@@ -115,6 +119,11 @@ def row_wise_call(original: Function, each: RowWise) -> Function:
         return by_rows(owner, run, *(args[place] for place in places), writes=each.writes)
 
     return call
+
+
+def _many_rows(args: tuple[Any, ...]) -> bool:
+    """Tell whether the first argument has the rows of a step that is recorded."""
+    return bool(args) and torch.is_tensor(args[0]) and args[0].shape[0] >= LEAST_TOKENS
 
 
 def _waits(args: tuple[Any, ...], rows: tuple[int, ...]) -> bool:

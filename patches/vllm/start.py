@@ -75,7 +75,10 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device)
     ladder = vllm.ladder(device.type)
     count = f"{COUNTS[0]} to {COUNTS[-1]}" if vllm.asked.auto else f"about {vllm.settings.num_chunks}"
-    text += f", in steps of {2 * ladder[0]} tokens or more, in {count} chunks of {ladder[0]} to {ladder[-1]} tokens"
+    if vllm.in_one:
+        text += ", each in one chunk (COC_MODE=1)"
+    else:
+        text += f", in steps of {2 * ladder[0]} tokens or more, in {count} chunks of {ladder[0]} to {ladder[-1]} tokens"
     return "; ".join([text, *others])
 
 
@@ -92,11 +95,8 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     like = torch.empty(0, device=device)
 
     def step(tokens: int, count: int) -> None:
-        vllm.tried = count
-        try:
+        with vllm.counted(count):
             runner._dummy_run(tokens)
-        finally:
-            vllm.tried = None
         now(like)
 
     vllm.measured = measure(step, most_tokens(config), 2 * vllm.ladder(device.type)[0], group)

@@ -138,7 +138,7 @@ def measured(folder):
 
     import ascend_parallel
 
-    ascend_parallel.configure(auto=True, verify_every=1, frameworks=("vllm",))
+    ascend_parallel.configure(auto=True, customized_coc={(1536, 128, 256): 2}, frameworks=("vllm",))
     with engine("llama", folder) as llm:
         ours = generated(llm, LENGTHS)
         ascend_parallel.configure(num_chunks=1)
@@ -192,4 +192,4 @@ def test_the_log_and_the_coverage_name_what_runs_as_in_vllm(results):
 def test_auto_times_dummy_steps_before_the_first_request(results):
     (line,) = (line for line in results[1].splitlines() if "auto, timed in" in line)
     assert "in 1 to 8 chunks of" in line and "1536 tokens " in line and "384 tokens " in line
-    assert "; COC_VERIFY has no effect on vLLM's layers; " in line
+    assert "; customized_coc has no effect on vLLM's layers; " in line
