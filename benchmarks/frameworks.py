@@ -1,14 +1,17 @@
 """Time whole training steps of every framework, plain and with overlapped layers.
 
-    python benchmarks/frameworks.py --link 1gbit      about eight minutes
+    python benchmarks/frameworks.py --link 1gbit      about 13 minutes
     python benchmarks/frameworks.py --chunks "4,auto,auto region=auto"     over the loopback: little to hide
 
 A Llama of random weights (transformers, DeepSpeed AutoTP), the decoder of examples/frameworks (torch), the GPT of
 benchmarks/training.py (megatron), and a planned GPT (examples/sharding), whose plan has Megatron's layouts: forward,
-backward and AdamW's step, fp32, 2 ranks. The table has medians, and the ratio plain / variant, paired by round, with a
-bootstrap interval; "communication" is its share of the plain step, from a timeline of the layers run without chunks
-(COC_MODE=1). "first step" includes auto's search for chunks. Steps in which COC_REGION=auto decides are not timed;
-below the table stands what it decided.
+backward and AdamW's step, fp32, 2 ranks. With "LoRA" the model is frozen, and every linear layer of its blocks has an
+adapter of rank 16: of PEFT (transformers), by class (torch), or a wrapper as Megatron-Bridge's (megatron).
+
+The table has medians, and the ratio plain / variant, paired by round, with a bootstrap interval; "communication" is its
+share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "first step" includes auto's
+search for chunks. Steps in which COC_REGION=auto decides are not timed. Below the table stands what it decided, and for
+wrappers how much of the adapters' forward ran under their layers' collectives, from a timeline of one step.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lora import ADAPTERS, Adapt, adapted, bridge_adapters, class_adapters, peft_adapters, trained, under_collectives
 from measuring import (
     VARIANTS,
     State,
@@ -66,6 +70,11 @@ FRAMEWORKS = (
     "megatron, sequence parallel",
     "planned",
     "planned, sequence parallel",
+    "transformers, LoRA",
+    "torch, LoRA",
+    "torch, sequence parallel, LoRA",
+    "megatron, LoRA",
+    "megatron, sequence parallel, LoRA",
 )
 Step = Callable[[], None]
 
@@ -131,6 +140,8 @@ def _measured(name: str, job: dict[str, Any]) -> tuple[float, dict[str, tuple[fl
     runs = {each: lambda state=state: with_state(state, step) for each, state in variants.items()}
     first = {each: in_turn({each: runs[each]}, 1, warm_up=0)[each][0] for each in runs}
     decisions = [f"{each}: {text}" for each in runs for text in _decided(runs[each], deciding(each))]
+    if ADAPTERS:
+        decisions += [f"{each}: {under_collectives(run)}" for each, run in runs.items() if each != PLAIN]
     times = in_turn(runs, job["rounds"], warm_up=1)
     runs[PLAIN]()  # restores the plain methods
     return communication, {each: (first[each], times[each]) for each in runs}, decisions
@@ -150,17 +161,18 @@ def _decided(step: Step, steps: int) -> list[str]:
 
 
 def _step_of(name: str, job: dict[str, Any]) -> Step:
-    framework, _, mode = name.partition(", ")
+    framework, *modes = name.split(", ")
+    sequence_parallel, lora = "sequence parallel" in modes, "LoRA" in modes
     if framework == "transformers":
-        return transformers_step(job)
+        return transformers_step(job, adapt=peft_adapters if lora else None)
     if framework == "deepspeed":
         return deepspeed_step(job)
-    sequence_parallel = mode == "sequence parallel"
     if framework == "megatron":
-        return gpt_step({**job, "seq": job["rows"]}, sequence_parallel)
+        adapt = bridge_adapters if lora else None
+        return gpt_step({**job, "seq": job["rows"]}, sequence_parallel, adapt=adapt)
     if framework == "planned":
         return PlannedStep(job, sequence_parallel)
-    return torch_step(job, sequence_parallel)
+    return torch_step(job, sequence_parallel, adapt=class_adapters if lora else None)
 
 
 def _communication(step: Step) -> float:
@@ -208,7 +220,7 @@ def _llama(job: dict[str, Any]) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def transformers_step(job: dict[str, Any]) -> Step:
+def transformers_step(job: dict[str, Any], adapt: Adapt | None = None) -> Step:
     """Return a training step of a Llama with its tp_plan."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -220,7 +232,8 @@ def transformers_step(job: dict[str, Any]) -> Step:
     dist.barrier()
     plan = DistributedConfig(tp_size=RANKS, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=plan).train()
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-6), _tokens(job)
+    model = adapted(model, adapt)
+    optimizer, ids = torch.optim.AdamW(trained(model), lr=1e-6), _tokens(job)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -230,10 +243,11 @@ def transformers_step(job: dict[str, Any]) -> Step:
     return step
 
 
-def torch_step(job: dict[str, Any], sequence_parallel: bool) -> Step:
+def torch_step(job: dict[str, Any], sequence_parallel: bool, adapt: Adapt | None = None) -> Step:
     """Return a training step of the decoder of examples/frameworks/torch_tp.py."""
     model, loss_of = torch_decoder(job, sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
+    model = adapted(model, adapt)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-6, foreach=False)
 
     def step() -> None:
         optimizer.zero_grad()

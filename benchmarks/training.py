@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lora import Adapt, adapted, trained
 from measuring import (
     ABSENT,
     VARIANTS,
@@ -119,11 +120,11 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
     return {name: (first[name], times[name]) for name in runs}
 
 
-def gpt_step(job: dict[str, Any], sequence_parallel: bool) -> Callable[[], None]:
+def gpt_step(job: dict[str, Any], sequence_parallel: bool, adapt: Adapt | None = None) -> Callable[[], None]:
     """Return a training step of Megatron's GPT with the sizes of `job`."""
     shape = {"num_layers": job["layers"], "hidden": job["hidden"], "heads": 12, "seq": job["seq"], "vocab": 8192}
-    model = small_gpt(**shape, sequence_parallel=sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model = adapted(small_gpt(**shape, sequence_parallel=sequence_parallel), adapt)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-6)
     tokens = torch.randint(8192, (job["batch"], job["seq"] + 1), generator=torch.Generator().manual_seed(1))
 
     def step() -> None:
