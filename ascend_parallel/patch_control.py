@@ -25,7 +25,7 @@ from ascend_parallel.diagnostics.verify import LEDGER, Verification
 from ascend_parallel.environment import near_misses, read_settings_of_rank, unread_plan
 from ascend_parallel.logs import LogLevel
 from ascend_parallel.ops import COUNTS, shm_extension
-from ascend_parallel.ops.elementwise import ELEMENTWISE
+from ascend_parallel.ops.arithmetic import LIBRARY
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches.applied import NOTHING, Patches, wanted
@@ -137,7 +137,7 @@ class PatchControl:
         put_in_force(settings)
         try:
             self._log_level.follow(settings.log_level)
-            ELEMENTWISE.follow(settings.at_every_degree)
+            settings.arithmetic.put_in_force()
             if settings.take_over:
                 self._take_over_once_imported()
             if settings.enabled:
@@ -147,7 +147,7 @@ class PatchControl:
             self.revert()
             put_in_force(before)
             self._log_level.follow(before.log_level)
-            ELEMENTWISE.follow(before.at_every_degree)
+            before.arithmetic.put_in_force()
             self._patches.restore(patches)
             self._timeline.follow(before.timeline, before.timeline_passes)
             raise
@@ -165,7 +165,7 @@ class PatchControl:
                 f"USE_COC_FUSED_KERNEL={int(settings.fused)} and COC_MODE={settings.mode} switch overlap off; "
                 "export other values, or call configure(num_chunks=4)"
             )
-        ELEMENTWISE.follow(settings.at_every_degree)
+        settings.arithmetic.put_in_force()
         for seam in wanted(settings):
             if settings.frameworks is not None or (seam.imported_by_apply and seam.installed):
                 self._patches.apply(seam, settings)
@@ -188,7 +188,7 @@ class PatchControl:
     def revert(self) -> None:
         """Restore the original methods; does nothing if no patch is applied."""
         self._patches.revert()
-        ELEMENTWISE.follow(False)
+        LIBRARY.put_in_force()
 
     def status(self) -> Status:
         """Return the settings, patches and counts of this process."""

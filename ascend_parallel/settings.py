@@ -14,7 +14,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
-from ascend_parallel.ops.problem import TP
+from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.settings import Bounds, ChunkPlan, OperatorSettings
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
 
@@ -120,12 +120,11 @@ class Settings(OperatorSettings):
         """Raise `SettingsError` for a value that is not allowed."""
         super().__post_init__()
         if self.split_weight_gradient and self.deterministic:
-            asked = TP if self.deterministic == TP else 1
             raise SettingsError(
-                f"COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with COC_DETERMINISTIC={asked}: the bits of a split "
+                f"COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with {self.arithmetic.asked}: the bits of a split "
                 "weight gradient depend on the chunks; set one of the two to 0"
             )
-        if self.at_every_degree and (self.region or self.mode == 0):
+        if self.deterministic == TP and (self.region or self.mode == 0):
             other = "COC_MODE=0" if self.mode == 0 else f"COC_REGION={'1' if self.region is True else self.region}"
             raise SettingsError(
                 f"{other} is not allowed with COC_DETERMINISTIC=tp, whose bits only this package's own linear layers "

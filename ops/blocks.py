@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ascend_parallel.ops.multiply import multiply
+from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import LARGEST_TILE, ROW_TILE, deterministic_tile
 
 # The blocks of every dimension that ranks share: the largest degree. Another number would give other bits.
@@ -146,8 +147,19 @@ class ColumnBlocks:
             self._features.put(y_m, 1, index, y_block)
 
 
-def gradient_of_rows(x_m: torch.Tensor, dy_m: torch.Tensor, features: BlockedFeatures) -> torch.Tensor:
-    """Return ``dw = dy_m.t() @ x_m`` [N, K], one call for each block of N: contiguous x_m [M, K], dy_m [M, N]."""
+def product_of_columns(x_m: torch.Tensor, w: torch.Tensor, *, row_tile: int, features: BlockedFeatures) -> torch.Tensor:
+    """Return ``x_m @ w`` [M, N], one call for each block of N: contiguous x_m [M, K], w [K, N]."""
+    y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
+    compute(MATMUL, "matmul", ColumnBlocks(w, features).multiply, x_m, y_m, row_tile)
+    return y_m
+
+
+def gradient_of_rows(parts: tuple[int, ...], ranks: int, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dw = dy_m.t() @ x_m`` [N, K], one call for each block of N: contiguous x_m [M, K], dy_m [M, N].
+
+    The ranks share N; `parts` as of `BlockedFeatures`, empty for one part.
+    """
+    features = BlockedFeatures(parts or (dy_m.shape[1],), ranks)
     dw = dy_m.new_empty(dy_m.shape[1], x_m.shape[1])
     for index in range(features.count):
         dy_block = features.columns(dy_m, index)
@@ -157,16 +169,16 @@ def gradient_of_rows(x_m: torch.Tensor, dy_m: torch.Tensor, features: BlockedFea
     return dw
 
 
-def gradient_of_columns(x_m: torch.Tensor, dy_m: torch.Tensor, features: BlockedFeatures) -> torch.Tensor:
-    """Return ``dw = dy_m.t() @ x_m`` [N, K], one call for each block of K: contiguous x_m [M, K], dy_m [M, N]."""
+def gradient_of_columns(parts: tuple[int, ...], ranks: int, x_m: torch.Tensor, dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dw = dy_m.t() @ x_m`` [N, K], one call for each block of K: as `gradient_of_rows`; the ranks share K."""
     dw = dy_m.new_empty(dy_m.shape[1], x_m.shape[1])
-    ColumnBlocks(x_m, features).multiply(dy_m.t(), dw, 0)
+    ColumnBlocks(x_m, BlockedFeatures(parts or (x_m.shape[1],), ranks)).multiply(dy_m.t(), dw, 0)
     return dw
 
 
-def sum_of_rows(dy_m: torch.Tensor, features: BlockedFeatures) -> torch.Tensor:
-    """Return ``dy_m.sum(0)`` [N], one call for each block of N: dy_m [M, N]."""
-    db = dy_m.new_empty(dy_m.shape[1])
+def sum_of_rows(parts: tuple[int, ...], ranks: int, dy_m: torch.Tensor) -> torch.Tensor:
+    """Return ``dy_m.sum(0)`` [N], one call for each block of N: dy_m [M, N]; parts and ranks as `gradient_of_rows`."""
+    features, db = BlockedFeatures(parts or (dy_m.shape[1],), ranks), dy_m.new_empty(dy_m.shape[1])
     for index in range(features.count):
         features.put(db, 0, index, features.columns(dy_m, index).sum(dim=0))
     return db

@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.blocks import summed_dtype
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.pending import limited
-from ascend_parallel.ops.problem import ALL_GATHER, NOT_AT_EVERY_DEGREE, TP, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.record import BESIDE, Watch, compute
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import UNREAD, wait_limit, wait_within
@@ -310,8 +311,8 @@ def reduce_scatters(
 
 def summed_in_backend_order(problem: Problem) -> str | None:
     """Return a refusal if the problem needs sums in rank order and the backend chooses the order; else None."""
-    if problem.deterministic == TP:
-        return NOT_AT_EVERY_DEGREE
+    if refusal := problem.arithmetic.forbids(DEPENDS_ON_DEGREE):
+        return refusal
     one_order = problem.ranks == 2 and usual_backend(problem.device).adds_pairs
     if not problem.deterministic or problem.operator == ALL_GATHER or one_order:
         return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TP, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.soc import (
     AIV_RANKS,
     COMM_MODES,
@@ -64,8 +64,7 @@ def engine(problem: Problem) -> str | None:
 
 def _refusals(problem: Problem) -> Iterator[str]:
     """Yield the reasons why the fused operator cannot run `problem`."""
-    asked = problem.deterministic if problem.deterministic == TP else 1
-    operator, deterministic = problem.operator, f"which COC_DETERMINISTIC={asked} requires"
+    operator, asked = problem.operator, f"which {problem.arithmetic.asked} requires"
     if problem.device != "npu":
         yield f"device {problem.device}, not npu"
     if problem.dtype not in DTYPES:
@@ -85,9 +84,9 @@ def _refusals(problem: Problem) -> Iterator[str]:
     if operator == ALL_REDUCE and (problem.antiquant or problem.int8_input):
         yield from _int8_weight_refusals(problem)
     if problem.deterministic and operator == ALL_GATHER:
-        yield f"its matmul is not in row tiles, {deterministic}"
+        yield f"its matmul is not in row tiles, {asked}"
     if problem.deterministic:  # a fused matmul cannot be tiled, and the order of its sums is undocumented
-        yield f"{operator} is not documented to sum in rank order, {deterministic}"
+        yield f"{operator} is not documented to sum in rank order, {asked}"
 
 
 def _chip_refusals(problem: Problem) -> Iterator[str]:

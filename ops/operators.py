@@ -17,12 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import chunked, npu, reference, shm, tree
+from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.bits import keep_bits
-from ascend_parallel.ops.blocks import degree_tile
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.deferred import DeferredProduct
-from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
@@ -30,12 +28,11 @@ from ascend_parallel.ops.probing import ANY
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
-from ascend_parallel.ops.record import BESIDE, MATMUL, RECORDING, compute
+from ascend_parallel.ops.record import BESIDE, RECORDING, compute
 from ascend_parallel.ops.registry import (
     FUSED,
     KERNELS,
     Choice,
-    DegreeError,
     choose,
     name_of,
     own_rows_suffice,
@@ -167,10 +164,7 @@ def start_matmul_reduce_scatter(
         if product is not None:
             addends = _addends(call, choice)
         if addends:
-            if choice.kernel == "tree":
-                raise DegreeError(
-                    "COC_DETERMINISTIC=tp: layers that share a gather do not sum their gradients in a tree"
-                )
+            settings.arithmetic.refuse("layers that share a gather do not sum their gradients in a tree")
             options["addends"] = addends
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, after, **options)
@@ -207,30 +201,6 @@ def run_all_gather_matmul(
         with in_timeline(choice, group):
             y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
     return y_m, gathered_m
-
-
-def run_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: dist.ProcessGroup,
-    settings: OperatorSettings,
-    parts: tuple[int, ...] = (),
-) -> torch.Tensor:
-    """Return ``x @ w`` [..., N], whose columns the ranks of `group` share: x [..., K], w [K, N].
-
-    The call is one matmul of torch, or that of ops/tree.py if the bits are to be the same at every degree.
-    """
-    if not settings.at_every_degree:
-        return compute(MATMUL, "matmul", torch.matmul, x, w)
-    ELEMENTWISE.follow(True)
-    x_m = rows_of(x)
-    problem = Problem(
-        ALL_GATHER, x_m.shape[0], w.shape[0], w.shape[1], x.dtype, x.device.type, group.size(), parts=parts
-    )
-    tile, features = degree_tile(x_m.shape[0]), tree.features_of(problem)
-    if refusal := features.refusal:
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
-    return shaped(tree.matmul(x_m, w, row_tile=tile, features=features), (*x.shape[:-1], w.shape[1]))
 
 
 def start_gather_rows(
@@ -376,8 +346,6 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
     """Return the operands as the chosen kernel takes them, and the choice."""
     x, w, settings = call.x, call.w, call.settings
     choice = _choice_of_operands(call)
-    if settings.at_every_degree:  # a caller's own settings: what runs between its layers belongs to them
-        ELEMENTWISE.follow(True)
     deferred = None if call.product is None else _deferred(call, choice)
     if deferred is not None:
         deferred.check()

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
+from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, multiply
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, TP, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
@@ -33,9 +34,8 @@ __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "s
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    if problem.deterministic == TP:
-        return NOT_AT_EVERY_DEGREE
-    return "a gather sums nothing" if problem.operator == ALL_GATHER else None
+    nothing = "a gather sums nothing" if problem.operator == ALL_GATHER else None
+    return problem.arithmetic.forbids(DEPENDS_ON_DEGREE) or nothing
 
 
 def matmul_all_reduce(

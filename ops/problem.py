@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.arithmetic import Arithmetic, arithmetic_of
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.quantised import GRAINS, QuantisedWeight, Weight, check_group_size
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows, check_int8_weight
@@ -20,10 +21,6 @@ OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 EXPERT_EXCHANGE, HEAD_EXCHANGE = "expert_exchange", "head_exchange"
 # What computes the parts of an exchange, and a part: the names of what a timeline shows.
 PART_NAMES = {EXPERT_EXCHANGE: ("experts", "expert"), HEAD_EXCHANGE: ("attention", "head")}
-
-# The value of the setting `deterministic` that asks for the same bits at every tensor-parallel degree.
-TP = "tp"
-NOT_AT_EVERY_DEGREE = "its bits depend on the number of ranks, which COC_DETERMINISTIC=tp forbids"
 
 # Allowed values of the setting `fused_ranks`; the first is the default.
 FUSED_RANKS = (8, 16)
@@ -41,7 +38,7 @@ class Problem:
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
-        Whether sums over ranks must run in rank order; `TP`: in one tree at every degree.
+        The setting that chooses the arithmetic.
     parts
         The number of features of each part of a fused weight on this rank, such as gate and up, along the dimension
         that ranks share: k, or n of all_gather_matmul. Empty: one part. Only the tree distinguishes them.
@@ -97,6 +94,11 @@ class Problem:
         Of an exchange its parts are split into groups.
         """
         return self.m if self.operator == ALL_REDUCE or self.is_exchange else self.m // self.ranks
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How the product is formed and the sum taken."""
+        return arithmetic_of(self.deterministic)
 
     @property
     def is_exchange(self) -> bool:

@@ -12,9 +12,9 @@ from functools import lru_cache
 from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
-from ascend_parallel.ops.blocks import degree_tile
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, PART_NAMES, TP, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile, even_rows, snap, split_rows
+from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, PART_NAMES, Problem
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, even_rows, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.backend import usual_backend
 
@@ -41,10 +41,6 @@ NARROW_SHARE = 4
 
 class UnmetRequestError(RuntimeError):
     """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
-
-
-class DegreeError(ValueError):
-    """COC_DETERMINISTIC=tp, and a layer's bits would depend on the tensor-parallel degree; raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +129,9 @@ def too_narrow(communicated: int, other: int) -> bool:
 
 
 def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    exchange = problem.is_exchange
-    tile = 0
-    if problem.deterministic and not exchange:
-        tile = degree_tile(problem.m) if problem.deterministic == TP else deterministic_tile(problem.m)
-    if problem.ranks == 1 and (exchange or problem.deterministic != TP):
+    exchange, arithmetic = problem.is_exchange, problem.arithmetic
+    tile = 0 if exchange else arithmetic.row_tile(problem.m)
+    if problem.ranks == 1 and (exchange or not arithmetic.forms_every_product):
         options = _options("reference", problem, settings, tile)
         return Choice(
             problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
@@ -156,19 +150,19 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     if problem.comm_quant:
         sizes, why = (problem.cut,), f"{why}; 1, because communication in int8 is not cut"
     elif tile and problem.antiquant:
-        sizes, why = (problem.cut,), f"{why}; 1, because COC_DETERMINISTIC=1 and chunks of columns could change bits"
+        sizes, why = (problem.cut,), f"{why}; 1, because {arithmetic.asked} and chunks of columns could change bits"
     elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
-        why = f"{why}; cut at multiples of {tile} rows, because COC_DETERMINISTIC={_asked(problem)}"
+        why = f"{why}; cut at multiples of {tile} rows, because {arithmetic.asked}"
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     if plain == "chunked" and not (request.given or tile) and _runs_in_one_gather(problem):
         sizes, why = (problem.cut,), f"{why}; one gather, under the product of a rank's own rows: half of all"
     refusal = _refusal(plain, problem)
     if refusal is not None:
-        why = f"{why}; COC_DETERMINISTIC={_asked(problem)}, and {plain}: {refusal}"
-    kernel = plain if refusal is None else "tree" if problem.deterministic == TP else "ordered"
+        why = f"{why}; {arithmetic.asked}, and {plain}: {refusal}"
+    kernel = plain if refusal is None else arithmetic.kernel
     if kernel == "tree" and (refusal := _refusal(kernel, problem)) is not None:
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {name_of(problem)}: {refusal}")
+        raise DegreeError(f"{name_of(problem)}: {refusal}")
     exact = _bit_exact(problem, kernel, len(sizes))
     options = _options(kernel, problem, settings, tile)
     return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
@@ -186,10 +180,6 @@ def own_rows_suffice(ranks: int, device: str) -> bool:
 
 def _runs_in_one_gather(problem: Problem) -> bool:
     return problem.operator == ALL_GATHER and own_rows_suffice(problem.ranks, problem.device)
-
-
-def _asked(problem: Problem) -> str:
-    return TP if problem.deterministic == TP else "1"
 
 
 def _refusal(name: str, problem: Problem) -> str | None:
@@ -248,7 +238,7 @@ def _count_request(
     sizes = cut_into(problem, chunks, tile)
     if len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
-        because = f", because COC_DETERMINISTIC={_asked(problem)}" if problem.deterministic else ""
+        because = f", because {problem.arithmetic.asked}" if problem.deterministic else ""
         if problem.is_exchange:
             why += f"; {problem.cut} {PART_NAMES[problem.operator][1]}s a rank allow {len(sizes)} groups"
         else:

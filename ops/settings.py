@@ -9,7 +9,8 @@ from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, Protocol
 
-from ascend_parallel.ops.problem import FUSED_RANKS, TP
+from ascend_parallel.ops.arithmetic import TP, Arithmetic, arithmetic_of
+from ascend_parallel.ops.problem import FUSED_RANKS
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
@@ -167,9 +168,15 @@ class OperatorSettings:
         return self.mode not in (0, 1)
 
     @cached_property
-    def at_every_degree(self) -> bool:
-        """Whether the bits are to be the same at every tensor-parallel degree; what cannot keep them is an error."""
-        return self.deterministic == TP
+    def arithmetic(self) -> Arithmetic:
+        """How products are formed and sums over ranks are taken, as `deterministic` asks for."""
+        return arithmetic_of(self.deterministic)
+
+    @property
+    def insists(self) -> str:
+        """The setting that makes an error of a layer that is left as it is, with its value; "": it runs as it is."""
+        asked = self.arithmetic.asked
+        return self.arithmetic.forbids(asked) or ("COC_STRICT=1" if self.strict else "")
 
     @cached_property
     def enabled(self) -> bool:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, NOT_AT_EVERY_DEGREE, REDUCE_SCATTER, TP, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, deterministic_tile
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
 
@@ -53,9 +54,7 @@ def supports(problem: Problem) -> str | None:
         return f"dtype {problem.dtype}, not one of {', '.join(map(str, DTYPES))}"
     if problem.antiquant:
         return "it takes no int8 weight"
-    if problem.deterministic == TP:
-        return NOT_AT_EVERY_DEGREE
-    return _wrong_count(problem.ranks) or problem.shm
+    return problem.arithmetic.forbids(DEPENDS_ON_DEGREE) or _wrong_count(problem.ranks) or problem.shm
 
 
 def ask(problem: Problem, group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> Problem:
@@ -84,7 +83,7 @@ def _wrong_count(ranks: int) -> str | None:
 
 def pieces(problem: Problem) -> Sizes:
     """Return the rows of each piece that passes through a stage: about `PIECE_BYTES`, cut at multiples of a tile."""
-    tile = deterministic_tile(problem.m) if problem.deterministic else ROW_TILE
+    tile = problem.arithmetic.row_tile(problem.m) or ROW_TILE
     row_bytes = max(1, (problem.k if problem.operator == ALL_GATHER else problem.n) * problem.dtype.itemsize)
     most = max(PIECE_BYTES // row_bytes, PIECE_ROWS, tile) // tile * tile
     count = max(1, -(-problem.rows // most))

@@ -7,6 +7,8 @@ gets a slice of all ranks' sums, adds it, and the ranks gather the slices; seque
 Sent by a rank of R for a sum of S bytes: (R - 1) / R times S for the slices, in fp32 also for 16 bits, and as much in
 the operands' dtype for the gather. Held beside the result: copies of the weight's blocks, and log2(8 / R) + 1 products
 of a chunk.
+
+The settings may be a caller's own, for one call: then each operator puts what stands between layers in force.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked
-from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures, ColumnBlocks, SummedBlocks, summed_dtype
+from ascend_parallel.ops.arithmetic import EVERY_DEGREE
+from ascend_parallel.ops.blocks import (
+    BLOCKS,
+    BlockedFeatures,
+    ColumnBlocks,
+    SummedBlocks,
+    product_of_columns,
+    summed_dtype,
+)
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import (
     IN_TREE,
@@ -65,6 +75,7 @@ def matmul_all_reduce(
     Chunk i's slices are exchanged under chunk i + 1's matmul, and gathered under the one after it. All ranks wait for
     the result at the same place of the program: the last gather starts there.
     """
+    EVERY_DEGREE.put_in_force()
     ranks, n = group.size(), w.shape[1]
     y_m = x_m.new_empty(x_m.shape[0], n)
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
@@ -120,6 +131,7 @@ def matmul_reduce_scatter(
     """Start ``y_shard_m = reduce_scatter(x_m @ w)``, as `chunked` does: x_m [M, K], w [K, N]; pending [M / R, N]."""
     if group.size() == 1 or not x_m.shape[0]:
         return matmul_all_reduce(x_m, w, group, sizes, row_tile=row_tile, features=features)
+    EVERY_DEGREE.put_in_force()
     blocks = compute(BESIDE, "blocks", SummedBlocks, w, features)
     return chunked.matmul_reduce_scatter(x_m, blocks, group, sizes, after, order=IN_TREE, row_tile=row_tile)
 
@@ -135,17 +147,11 @@ def all_gather_matmul(
     features: BlockedFeatures,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K], as `chunked` does: x_shard_m [M / R, K]."""
+    EVERY_DEGREE.put_in_force()
     if group.size() == 1 or not x_shard_m.shape[0]:
-        return matmul(x_shard_m, w, row_tile=row_tile, features=features), x_shard_m
+        return product_of_columns(x_shard_m.contiguous(), w, row_tile=row_tile, features=features), x_shard_m
     blocks = compute(BESIDE, "blocks", ColumnBlocks, w, features)
     return chunked.all_gather_matmul(x_shard_m, blocks, group, sizes, row_tile=row_tile)
-
-
-def matmul(x_m: torch.Tensor, w: torch.Tensor, *, row_tile: int, features: BlockedFeatures) -> torch.Tensor:
-    """Return ``x_m @ w`` [M, N], without communication: x_m [M, K], w [K, N], whose columns ranks share."""
-    y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
-    compute(MATMUL, "matmul", ColumnBlocks(w, features).multiply, x_m.contiguous(), y_m, row_tile)
-    return y_m
 
 
 def sum_of_blocks(blocks: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:

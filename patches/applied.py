@@ -82,7 +82,7 @@ class Patches:
         try:
             self.apply(seam, settings)
         except PatchError as error:
-            if settings.strict or settings.at_every_degree or settings.frameworks is not None:
+            if settings.insists or settings.frameworks is not None:
                 raise
             self._left[seam.name] = str(error)
             say_once(f"left as it is: {error}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.arithmetic import Product, RowSum
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 
 
@@ -17,8 +18,21 @@ class BatchFirstWeightGradient(WeightGradient):
         super().__init__(begin)
         self._batch = batch
 
-    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows in the order of [batch, sequence]."""
+    def compute(
+        self,
+        x_m: torch.Tensor,
+        dy_m: torch.Tensor,
+        out: torch.Tensor | None = None,
+        product: Product | None = None,
+    ) -> torch.Tensor | None:
+        """Return ``dw = dy_m.t() @ x_m`` [N, K], as `WeightGradient` does."""
+        return super().compute(self._in_order(x_m), self._in_order(dy_m), out, product)
+
+    def bias(self, dy_m: torch.Tensor, row_sum: RowSum | None = None) -> torch.Tensor:
+        """Return the bias's gradient ``dy_m.sum(0)`` [N], as `WeightGradient` does."""
+        return super().bias(self._in_order(dy_m), row_sum)
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(-1, self._batch, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)
 
 

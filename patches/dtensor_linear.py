@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
@@ -62,6 +62,10 @@ class InForce:
         """The number and a digest of the layers in the order of their installation."""
         return f"{self._count} ({self._digest.hexdigest()[:8]})"
 
+    def sums_shared_rows(self) -> bool:
+        """Tell whether the gradients of norms that act on shared rows are summed here, in blocks of rows."""
+        return self.framework is not None and self.framework.settings.arithmetic.sums_shared_rows
+
 
 def framework_of_call(in_force: InForce, module: Any) -> InstalledLayers | None:
     """Return the framework whose forward runs a call; None: the patch is not in force, or the call is being compiled.
@@ -71,8 +75,8 @@ def framework_of_call(in_force: InForce, module: Any) -> InstalledLayers | None:
     framework = in_force.framework
     if framework is None or not torch.compiler.is_compiling():
         return framework
-    if framework.settings.at_every_degree:
-        framework.log_uncovered(module, COMPILED)
+    for refuse in framework.settings.arithmetic.tree_needs(framework.refuse_if_asked):
+        refuse(module, COMPILED)
     return None
 
 
@@ -84,6 +88,7 @@ class InstalledLayers(Framework):
         super().__init__(settings)
         self._title, self._version, self._in_force = title, version, in_force
         self._without_dropout: WeakSet[Any] = WeakSet()
+        self._loss_checks = settings.arithmetic.tree_needs(refuse_loss_parallel)
 
     def put_in_force(self) -> None:
         """Have installed forwards run with these settings, and DTensor its norms in the tree if they have to be.
@@ -91,9 +96,8 @@ class InstalledLayers(Framework):
         Forwards that were installed under earlier patches are overlapped again.
         """
         self._in_force.framework = self
-        if self.settings.at_every_degree:
-            install_norms()
-            install_refusals()
+        for install in self.settings.arithmetic.tree_needs(install_norms, install_refusals):
+            install()
 
     def put_out_of_force(self) -> None:
         """Have installed forwards run the framework's own, and DTensor its own norms."""
@@ -104,18 +108,19 @@ class InstalledLayers(Framework):
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return what compares settings before ranks communicate, and refuses torch's parallel loss if it has to."""
         compare = super().confirm(group)
-        if not self.settings.at_every_degree:
+        if not self._loss_checks:
             return compare
 
         def confirm() -> None:
-            refuse_loss_parallel()
+            for check in self._loss_checks:
+                check()
             compare()
 
         return confirm
 
     def unconfirmed(self, group: dist.ProcessGroup) -> Callable[[], None] | None:
         """Return what has to be called before ranks communicate, or None; torch's loss may become parallel later."""
-        return self.confirm(group) if self.settings.at_every_degree else super().unconfirmed(group)
+        return self.confirm(group) if self._loss_checks else super().unconfirmed(group)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a module with an installed forward."""
@@ -126,12 +131,15 @@ class InstalledLayers(Framework):
         return installed_on(layer).uncovered(layer)
 
     def refuse_conflicts(self, layer: Any) -> None:
-        """No feature of these frameworks overlaps the same layers eagerly; COC_DETERMINISTIC=tp excludes dropout."""
-        looks = self.settings.at_every_degree and layer.training and torch.is_grad_enabled()
-        if looks and layer not in self._without_dropout:
+        """No feature of these frameworks overlaps the same layers eagerly."""
+
+    def refuse_without_tree(self, layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
+        """Raise `DegreeError` for a call that has no sum in the tree, or whose model trains with dropout."""
+        if layer.training and torch.is_grad_enabled() and layer not in self._without_dropout:
             for model in models_with(layer):
                 refuse_dropout(model)
                 self._without_dropout.update(model.modules())
+        super().refuse_without_tree(layer, kind, weight, group)
 
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks: the version, and the layers that are overlapped."""
@@ -153,8 +161,8 @@ def refuse_dropout(model: torch.nn.Module) -> None:
     ]
     if asked:
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: {type(model).__name__} trains with dropout ({asked[0]}), whose masks each rank "
-            "draws for its own features: set it to 0"
+            f"{type(model).__name__} trains with dropout ({asked[0]}), whose masks each rank draws for its own "
+            "features: set it to 0"
         )
 
 
@@ -200,7 +208,7 @@ class Installed:
             return self.reason or "overlap is switched off"
         if torch.compiler.is_compiling():
             return COMPILED
-        if self.group.size() == 1 and not self.in_force.framework.settings.at_every_degree:
+        if self.group.size() == 1 and not self.in_force.framework.settings.arithmetic.forms_every_product:
             return ONE_RANK
         cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
         if cut % ranks:
@@ -209,10 +217,11 @@ class Installed:
 
     def replaced(self, module: Any) -> str | None:
         """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
-        framework = self.in_force.framework
-        in_tree = framework is not None and framework.settings.at_every_degree
-        if not (is_linear if in_tree else calls_linear)(type(module)):
-            return f"its class is {full_name(type(module))} now"
+        framework, kind = self.in_force.framework, type(module)
+        if not is_linear(kind):
+            reason = f"its class is {full_name(kind)} now"
+            if not calls_linear(kind) or (framework is not None and framework.settings.arithmetic.forbids(reason)):
+                return reason
         return replaced_below()
 
     def own_matmul(self, module: Any, forward: Callable[[DTensor], Any], beside_others: bool = False) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 
 _NORM = torch.ops.aten.linalg_vector_norm.default
@@ -37,7 +37,7 @@ def refuse_loss_parallel() -> None:
     """Raise `DegreeError` inside of torch's `loss_parallel`: its sum over the vocabulary has no tree."""
     if _LOG_SOFTMAX in _handlers():
         raise DegreeError(
-            "COC_DETERMINISTIC=tp: loss_parallel() sums over each rank's part of the vocabulary, which has no tree: "
+            "loss_parallel() sums over each rank's part of the vocabulary, which has no tree: "
             "give the output layer output_layouts=Replicate(), and the loss plain logits"
         )
 
@@ -94,8 +94,7 @@ def _norm_of(x: DTensor, order: float, dtype: torch.dtype | None) -> DTensor:
     """
     if x.device_mesh.ndim > 1:
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: the norm of a DTensor placed as {x.placements} on {x.device_mesh.ndim} "
-            "dimensions of a mesh has no tree"
+            f"the norm of a DTensor placed as {x.placements} on {x.device_mesh.ndim} dimensions of a mesh has no tree"
         )
     group, (placement,) = x.device_mesh.get_group(), x.placements
     assert isinstance(placement, Shard)
@@ -120,7 +119,7 @@ def powers_of_blocks(local: torch.Tensor, order: float, features: Iterable[int],
     blocked = BlockedFeatures(tuple(each // group.size() for each in features), group.size())
     if blocked.refusal or sum(blocked.parts) != local.shape[dim]:
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: norm of a tensor {list(local.shape)} on {group.size()} ranks: dimension {dim} "
+            f"norm of a tensor {list(local.shape)} on {group.size()} ranks: dimension {dim} "
             f"cannot be cut into {BLOCKS} equal blocks"
         )
     wide = torch.promote_types(local.dtype, torch.float32)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 
 # Reductions that round; the others, such as the largest element, are exact in every order.
@@ -52,7 +52,7 @@ def _refuse_sum(original: Function) -> Function:
         rounds = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         if self.reduce_op in SUMS and rounds and mesh.size(mesh_dim) > 1:
             raise DegreeError(
-                f"COC_DETERMINISTIC=tp: {_caller()}: a DTensor {list(tensor.shape)} is a sum over "
+                f"{_caller()}: a DTensor {list(tensor.shape)} is a sum over "
                 f"{mesh.size(mesh_dim)} ranks (reduce_op={self.reduce_op!r}), which has no tree: compute it of the "
                 "whole tensor, full_tensor()"
             )
@@ -65,7 +65,7 @@ def _product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     shapes = [list(x.shape) for x in args if _is_cut(x)]
     if shapes:
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: {_caller()}: {operator.overloadpacket.__name__} of a sharded DTensor {shapes[0]} "
+            f"{_caller()}: {operator.overloadpacket.__name__} of a sharded DTensor {shapes[0]} "
             "is no layer of a style, and has other shapes at every degree: compute it of the whole tensor, "
             "full_tensor()"
         )

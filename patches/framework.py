@@ -66,15 +66,6 @@ def _described(layer: Any) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def _refuse_uneven(layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
-    """Raise `DegreeError` if the features that ranks share cannot be cut into the blocks of every degree."""
-    if kind == "experts":
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: experts and their router have no tree")
-    features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), group.size())
-    if features.refusal:
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)}: {features.refusal}")
-
-
 class Framework(ABC):
     """A framework whose layers are patched with the same settings; each framework derives its own class.
 
@@ -94,6 +85,7 @@ class Framework(ABC):
         self._tuner = tuner_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self._refusals: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()  # of the plan
+        self._tree_checks = settings.arithmetic.tree_needs(self.refuse_without_tree)
         rules = CheckRules(settings.verify_limit, self.by, self.beside_run)
         self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
         self.region_choice = RegionChoice(settings)
@@ -132,6 +124,17 @@ class Framework(ABC):
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features that exclude overlap."""
 
+    def refuse_without_tree(self, layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
+        """Raise `DegreeError` for a call that has no sum in the tree; called if it has to have one.
+
+        Here for features that ranks share, and that cannot be cut into the blocks of every degree.
+        """
+        if kind == "experts":
+            raise DegreeError(f"{described(layer)}: experts and their router have no tree")
+        features = BlockedFeatures((weight.shape[0 if kind == "column" else 1],), group.size())
+        if features.refusal:
+            raise DegreeError(f"{described(layer)}: {features.refusal}")
+
     def put_in_force(self) -> None:  # noqa: B027  only forwards that are installed on modules ask
         """Have the layers of this process run with these settings: its patches have been applied."""
 
@@ -153,8 +156,8 @@ class Framework(ABC):
         """Raise an error for features that exclude overlap; return the call's group, and what cuts it."""
         group = self.group_of(layer)
         self.refuse_conflicts(layer)
-        if self.settings.at_every_degree:
-            _refuse_uneven(layer, kind, weight, group)
+        for check in self._tree_checks:
+            check(layer, kind, weight, group)
         if self.settings.plan is not None and group not in self._checked:
             self._agree_on_plan(self.settings.plan, group, x.device)
         if not self.used:
@@ -255,8 +258,7 @@ class Framework(ABC):
 
         Raises `UnmetRequestError` with strict settings, and `DegreeError` as `log_uncovered` does.
         """
-        if self.settings.at_every_degree or self.settings.strict:
-            self.log_uncovered(layer, reason)
+        self.refuse_if_asked(layer, reason)
         self._log_once(f"on rank {dist.get_rank()} {type(layer).__name__} runs without overlap: {reason}", here=True)
 
     def log_uncovered(self, layer: Any, reason: str) -> None:
@@ -264,12 +266,15 @@ class Framework(ABC):
 
         Raises `DegreeError` if the bits are to be the same at every degree.
         """
-        if self.settings.at_every_degree:
-            raise DegreeError(f"COC_DETERMINISTIC=tp: {described(layer)} cannot run in the tree: {reason}")
+        self.refuse_if_asked(layer, reason)
         text = f"{type(layer).__name__} runs without overlap: {reason}"
-        if self.settings.strict and reason != ONE_RANK:
-            raise UnmetRequestError(f"COC_STRICT=1: {text}")
         self._log_once(text, here=not dist.is_initialized() or dist.get_rank() == 0)
+
+    def refuse_if_asked(self, layer: Any, reason: str) -> None:
+        """Raise the error of a layer that runs without overlap, if the settings make that an error."""
+        self.settings.arithmetic.refuse(lambda: f"{described(layer)} cannot run in the tree: {reason}")
+        if self.settings.strict and reason != ONE_RANK:
+            raise UnmetRequestError(f"COC_STRICT=1: {type(layer).__name__} runs without overlap: {reason}")
 
     def note(self, text: str) -> None:
         """Log a text once, on rank 0."""

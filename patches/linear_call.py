@@ -127,7 +127,7 @@ def run_linear(framework: Framework, call: LinearCall) -> Any:
 
 def too_few_rows(framework: Framework, call: LinearCall) -> bool:
     """Tell whether the original should run because the call has few rows, and no backward follows."""
-    if framework.settings.at_every_degree:
+    if framework.settings.arithmetic.forms_every_product:
         return False
     graded = torch.is_grad_enabled() and (call.x.requires_grad or call.weight.requires_grad)
     return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
@@ -225,7 +225,7 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         y = run_column(x, call.weight, call.bias, layer)
     else:
         y, bias = run_row(x, call.weight, layer), call.bias
-        if bias is not None and call.sequence_dim is not None and layer.settings.at_every_degree:
+        if bias is not None and call.sequence_dim is not None and layer.settings.arithmetic.sums_shared_rows:
             bias = RowBlocks(group=layer.group).expand(bias, y)
         y = y if bias is None else y + bias
     y = swapped(y) if call.sequence_dim == 1 else y
@@ -244,7 +244,8 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
         return None
     settings = chunks.settings
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
-    direct = call.kind == "row" or call.added or shared or settings.at_every_degree or call.own_matmul is not None
+    direct = call.kind == "row" or call.added or shared or call.own_matmul is not None
+    direct = direct or settings.arithmetic.forms_every_product
     if call.weight_gradient is not None:
         weight_gradient = call.weight_gradient(begin)
     else:

@@ -24,28 +24,31 @@ class BlockedForward:
 
     run
         Called as ``run(module, own, args, kwargs)``, where `own` is the forward without this one.
+    active
+        Tells whether to call it: gradients of the norm are to be summed in blocks of rows.
     """
 
-    def __init__(self, module: Any, own: Function | None, run: InBlocks) -> None:
+    def __init__(self, module: Any, own: Function | None, run: InBlocks, active: Callable[[], bool]) -> None:
         """Hold a forward that had been put on the module before; None: its class's."""
-        self.module, self.own, self.run = module, own, run
+        self.module, self.own, self.run, self.active = module, own, run, active
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockedForward:
         """Return the forward of the module's copy."""
-        return BlockedForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.run)
+        return BlockedForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.run, self.active)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm."""
-        return self.run(self.module, self.own or type(self.module).forward.__get__(self.module), args, kwargs)
+        own = self.own or type(self.module).forward.__get__(self.module)
+        return self.run(self.module, own, args, kwargs) if self.active() else own(*args, **kwargs)
 
 
-def install_norm(module: Any, run: InBlocks) -> None:
-    """Put the forward on `module`, over its own, or have the one that is there run `run`."""
+def install_norm(module: Any, run: InBlocks, active: Callable[[], bool]) -> None:
+    """Put the forward on `module`, over its own, or have the one that is there run `run`; as of `BlockedForward`."""
     there = vars(module).get("forward")
     if isinstance(there, BlockedForward):
-        there.run = run
+        there.run, there.active = run, active
     else:
-        module.forward = BlockedForward(module, there, run)
+        module.forward = BlockedForward(module, there, run, active)
 
 
 def is_blocked(module: Any) -> bool:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from ascend_parallel.ops import DegreeError
 from ascend_parallel.ops.head_exchange import HeadGroup, head_groups, repeats_of
 from ascend_parallel.ops.operators import log_once
 from ascend_parallel.ops.part_exchange import Rows, part_exchange
@@ -73,11 +72,9 @@ def run_attention(
     What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
     `DisagreementError` if their tensors differ in shape, `CollectiveError` if a rank fails.
     """
-    if settings.at_every_degree:
-        raise DegreeError(
-            "COC_DETERMINISTIC=tp: context parallelism has no tree: weight gradients are summed over the ranks that "
-            "share a sequence"
-        )
+    settings.arithmetic.refuse(
+        "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
+    )
     confirm_shapes(q, k, v, group)
     repeats = repeats_of(q.shape[2], k.shape[2], group.size())
     q, k, v = (as_autocast(x) for x in (q, k, v))

@@ -13,19 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.ops.blocks import (
-    BLOCKS,
-    BlockedFeatures,
-    gradient_of_columns,
-    gradient_of_rows,
-    sum_of_rows,
-)
+from ascend_parallel.ops.blocks import BLOCKS
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.operators import autocast_off
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.digests import write_digests
@@ -102,33 +95,11 @@ class ParallelLinear:
     def refuse_partial_gradient(self, x: torch.Tensor) -> None:
         """Raise `DegreeError` for a column layer whose dx others sum over the ranks, if the sum has to be a tree."""
         partial = not (self.sequence_parallel or self.reduce_input_grad) and x.requires_grad
-        if partial and self.settings.at_every_degree:
-            raise DegreeError(
-                "COC_DETERMINISTIC=tp: a column layer with reduce_input_grad=False leaves the sum of its input "
-                "gradient to others, whose bits depend on the number of ranks"
+        if partial:
+            self.settings.arithmetic.refuse(
+                "a column layer with reduce_input_grad=False leaves the sum of its input gradient to others, whose "
+                "bits depend on the number of ranks"
             )
-
-    def weight_gradient_of(
-        self, x_m: torch.Tensor, dy_m: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Return dw [N, K] of a backward, or None if it was accumulated elsewhere: contiguous x_m [M, K], dy_m [M, N].
-
-        For the same bits at every degree, the features that ranks share are multiplied block by block.
-        """
-        if not self.settings.at_every_degree:
-            return self.weight_gradient.compute(x_m, dy_m, out)
-        gradient, cut = (gradient_of_rows, dy_m) if self.kind == "column" else (gradient_of_columns, x_m)
-        dw = self.weight_gradient.compute(x_m, dy_m, None, functools.partial(gradient, features=self._features(cut)))
-        return dw if out is None or dw is None else out.copy_(dw)
-
-    def bias_gradient_of(self, dy_m: torch.Tensor) -> torch.Tensor:
-        """Return db [N] of a column layer's backward: dy_m [M, N]."""
-        if not self.settings.at_every_degree:
-            return self.weight_gradient.bias(dy_m)
-        return self.weight_gradient.bias(dy_m, functools.partial(sum_of_rows, features=self._features(dy_m)))
-
-    def _features(self, shared_m: torch.Tensor) -> BlockedFeatures:
-        return BlockedFeatures(self.parts or (shared_m.shape[1],), self.group.size())
 
     @property
     def kept_for_backward(self) -> ParallelLinear:

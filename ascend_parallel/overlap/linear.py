@@ -19,7 +19,6 @@ from ascend_parallel.ops.operators import (
     gathered_shape,
     rows_of,
     run_all_gather_matmul,
-    run_matmul,
     scattered_shape,
     shaped,
     start_gather_rows,
@@ -44,6 +43,7 @@ from ascend_parallel.overlap.layer import (
 )
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, ROW
 from ascend_parallel.overlap.sequence_backward import (
+    bias_gradient_of,
     column_sequence_backward,
     gradients_under,
     postponed_weight_gradient,
@@ -232,7 +232,7 @@ class ColumnLinear(torch.autograd.Function):
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)
         # Last: a sum over rows needs all of them, and dx is then on its way.
-        db = layer.bias_gradient_of(rows_of(output_gradient.contiguous())) if ctx.needs_input_grad[2] else None
+        db = bias_gradient_of(layer, output_gradient) if ctx.needs_input_grad[2] else None
         if layer.settings.digests is not None:
             for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
                 layer.write_digest("column", f"{name} gradient", gradient, dim)
@@ -308,7 +308,7 @@ def column_forward(
     else:
         assert isinstance(w, torch.Tensor), "an int8 weight needs sequence parallelism here"
         check_operands("column_linear", x, w)
-        y = run_matmul(x, w, layer.group, layer.settings, layer.parts)
+        y = layer.settings.arithmetic.product(x, w, layer.group.size(), layer.parts)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
     return y, gathered_m if keep else None
@@ -347,7 +347,9 @@ def _local_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, layer: ParallelLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication; of an unfinished dy each chunk as its rows come."""
-    dx = None if weight is None else finished(run_matmul(dy, weight, layer.group, layer.settings, layer.parts))
+    dx = None
+    if weight is not None:
+        dx = finished(layer.settings.arithmetic.product(dy, weight, layer.group.size(), layer.parts))
     return dx, postponed_weight_gradient(layer, x, dy)
 
 

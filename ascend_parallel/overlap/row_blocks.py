@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BLOCKS, summed_dtype
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 
 RunBlock = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -54,8 +54,8 @@ class RowBlocks:
         rows = x.shape[:-1].numel() if self.dim == 0 else x.shape[self.dim]
         if self.group is not None and rows % self.count:
             raise DegreeError(
-                f"COC_DETERMINISTIC=tp: {rows * self.group.size()} {'heads' if self.dim == -2 else 'rows'} of a norm "
-                f"or a bias, which ranks share, are not a multiple of {BLOCKS}"
+                f"{rows * self.group.size()} {'heads' if self.dim == -2 else 'rows'} of a norm or a bias, which ranks "
+                f"share, are not a multiple of {BLOCKS}"
             )
         return rows > 0 and rows % self.count == 0
 

@@ -129,7 +129,14 @@ def weight_gradient_of(
     if x is None:
         return None
     x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
-    return compute(MATMUL, "weight gradient", layer.weight_gradient_of, x_m, dy_m, out)
+    product = layer.settings.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
+    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, product)
+
+
+def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
+    """Return db [N] of a column layer: dy [..., N]."""
+    row_sum = layer.settings.arithmetic.bias_sum(layer.group.size(), layer.parts)
+    return layer.weight_gradient.bias(rows_of(dy.contiguous()), row_sum)
 
 
 def postponed_weight_gradient(

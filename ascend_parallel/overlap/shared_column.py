@@ -18,7 +18,7 @@ from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
 from ascend_parallel.overlap.linear import column_forward
-from ascend_parallel.overlap.sequence_backward import weight_gradient_of
+from ascend_parallel.overlap.sequence_backward import bias_gradient_of, weight_gradient_of
 
 
 def shared_column_linear(
@@ -56,7 +56,7 @@ class _SharedColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dx: torch.Tensor | None) -> tuple[Any, ...]:
         layer: ParallelLinear = ctx.layer.in_backward
         gathered, weight = map(local, ctx.saved_tensors)
-        db = None if dy is None or not ctx.needs_input_grad[2] else layer.bias_gradient_of(rows_of(dy.contiguous()))
+        db = None if dy is None or not ctx.needs_input_grad[2] else bias_gradient_of(layer, dy)
         dy = None if dy is None else dy.to(ctx.x_dtype)
         if weight is None:
             return None, None if dy is None else weight_gradient_of(layer, gathered, dy), db, None

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ascend_parallel.ops.arithmetic import Product, RowSum
 from ascend_parallel.ops.record import MATMUL, compute
-
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``product(x_m, dy_m)`` returns ``dy_m.t() @ x_m`` [N, K]: x_m [M, K], dy_m [M, N]."""
 
 Begin = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 """Called when backward starts, with what it keeps of x (x or its gathered rows) and the weight; None if not needed."""
@@ -86,22 +84,15 @@ class WeightGradient:
     ) -> torch.Tensor | None:
         """Return ``dw = dy_m.t() @ x_m`` [N, K], or None if it was accumulated elsewhere: x_m [M, K], dy_m [M, N].
 
-        out: where to write dw, if it `may_come_later`. product: what multiplies, in blocks, with COC_DETERMINISTIC=tp;
-        out is then None.
+        out: where to write dw, if it `may_come_later`. product: the arithmetic's, or None for one matmul.
         """
-        x_m, dy_m = self.in_order(x_m), self.in_order(dy_m)
         if product is not None:
-            return product(x_m, dy_m)
+            return product(x_m, dy_m) if out is None else out.copy_(product(x_m, dy_m))
         return dy_m.t().matmul(x_m) if out is None else torch.mm(dy_m.t(), x_m, out=out)
 
-    def bias(self, dy_m: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """Return the bias's gradient ``dy_m.sum(0)`` [N]: dy_m [M, N]. total: what sums; given as in `compute`."""
-        dy_m = self.in_order(dy_m)
-        return dy_m.sum(dim=0) if total is None else total(dy_m)
-
-    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [M, N] in the order in which sums over them run."""
-        return rows
+    def bias(self, dy_m: torch.Tensor, row_sum: RowSum | None = None) -> torch.Tensor:
+        """Return the bias's gradient ``dy_m.sum(0)`` [N]: dy_m [M, N]. row_sum: the arithmetic's, as in `compute`."""
+        return dy_m.sum(dim=0) if row_sum is None else row_sum(dy_m)
 
     def parts(self) -> GradientParts:
         """Return what sums this backward's gradient part by part, in place of `compute`."""

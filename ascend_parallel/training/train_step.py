@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.mesh import default_device
 from ascend_parallel.sharding.runtime import randomness
@@ -91,10 +90,9 @@ def train_step(
     """
     options = StepOptions(static, local_batches, check_batches)
     check_arguments(model, batch, strategy, options)
-    if strategy.max_norm is not None and (settings or current_settings()).at_every_degree:
-        raise DegreeError(
-            f"COC_DETERMINISTIC=tp: max_norm={strategy.max_norm}: the norm of gradients is summed over the ranks' "
-            "parts, which has no tree"
+    if strategy.max_norm is not None:
+        (settings or current_settings()).arithmetic.refuse(
+            f"max_norm={strategy.max_norm}: the norm of gradients is summed over the ranks' parts, which has no tree"
         )
     factory = optimizer_factory(optimizer, model)
     check_all_updated(factory, model)

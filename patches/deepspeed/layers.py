@@ -41,8 +41,8 @@ class DeepSpeed(Framework):
         kind = type(layer)
         if (kind.__module__, kind.__name__) not in ((MODULE, ROW), (MODULE, COLUMN)):
             return "it is a class of its own"
-        if self.settings.at_every_degree:
-            return "how DeepSpeed cuts fused weights is not known here"
+        if no_tree := self.settings.arithmetic.forbids("how DeepSpeed cuts fused weights is not known here"):
+            return no_tree
         if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
             return "it is being compiled, and a process group cannot be"
         if layer.mp_group is None or layer.mp_group.size() == 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ascend_parallel.ops import UnmetRequestError
+from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.patches.base import full_name
 from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION
 
@@ -30,7 +31,6 @@ FLAGS = {
 }
 PACKAGES = tuple(FLAGS)
 COC = "--use-ascend-coc"
-EVERY_DEGREE = "COC_DETERMINISTIC=tp"
 
 # The same for the class MoELayer of this module, by the class.
 MOE_LAYERS = "megatron.core.transformer.moe.moe_layer"
@@ -44,17 +44,18 @@ MOE_FLAGS = {
 
 
 class BuiltClasses:
-    """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers if strict."""
+    """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers."""
 
-    def __init__(self, layers: ModuleType, patched: tuple[type, ...], *, strict: bool, asked: str) -> None:
-        """Watch for instances of `patched`, the patched classes of `layers`; raise instead of logging if `strict`.
+    def __init__(self, layers: ModuleType, patched: tuple[type, ...], insists: str) -> None:
+        """Watch for instances of `patched`, the patched classes of `layers`.
 
-        asked
-            The setting that asks for it. COC_DETERMINISTIC=tp excludes TransformerEngine's linear layers too.
+        insists
+            As of the settings: looks at all layers, and raises instead of logging. The tree excludes
+            TransformerEngine's linear layers too.
         """
         self._layers = layers
         self._patched = patched
-        self._strict, self._asked = strict, asked
+        self._insists = insists
         self._hook = register_module_forward_pre_hook(self._look)
 
     def stop(self) -> None:
@@ -64,22 +65,22 @@ class BuiltClasses:
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
             if (
-                self._asked == EVERY_DEGREE
+                self._insists == EVERY_DEGREE.asked
                 and type(module).__module__ == TE_EXTENSION
                 and "Linear" in type(module).__name__
             ):
                 raise UnmetRequestError(
-                    f"{EVERY_DEGREE}: TransformerEngine's {type(module).__name__} is not covered: use "
+                    f"{self._insists}: TransformerEngine's {type(module).__name__} is not covered: use "
                     "--transformer-impl local"
                 )
             return
-        if not self._strict:
+        if not self._insists:
             self.stop()
         elif hasattr(getattr(type(module), "forward", None), "ascend_parallel"):
             return
         for text in filter(None, (replaced_classes(self._layers), replaced_experts())):
-            if self._strict:
-                raise UnmetRequestError(f"{self._asked}: {text}")
+            if self._insists:
+                raise UnmetRequestError(f"{self._insists}: {text}")
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s", text)
 

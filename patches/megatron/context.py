@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import DegreeError
+from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
 from ascend_parallel.ops.pending import NamedWork
@@ -52,8 +52,9 @@ def patch_set(megatron: Megatron) -> PatchSet:
         parameters=FORWARD,
         reason="exchanges heads with the context-parallel ranks under groups of heads",
     )
-    # With COC_DETERMINISTIC=tp the forward has another replacement, and contexts are refused when they are built.
-    return PatchSet("megatron-core", None, [built] if megatron.settings.at_every_degree else [built, exchanged])
+    # In the tree the forward has another replacement (every_degree.py), and contexts are refused when they are built.
+    patches = [built] if megatron.settings.arithmetic is EVERY_DEGREE else [built, exchanged]
+    return PatchSet("megatron-core", None, patches)
 
 
 ON_TOP = OnTop(MODULE, patch_set)
@@ -81,11 +82,10 @@ def _refuse(config: Any) -> None:
     from ascend_parallel.settings import current_settings
 
     ranks = config.context_parallel_size
-    if current_settings().at_every_degree:
-        raise DegreeError(
-            f"COC_DETERMINISTIC=tp: context_parallel_size={ranks}: context parallelism has no tree: weight gradients "
-            "are summed over the ranks that share a sequence"
-        )
+    current_settings().arithmetic.refuse(
+        f"context_parallel_size={ranks}: context parallelism has no tree: weight gradients are summed over the ranks "
+        "that share a sequence"
+    )
     if (kind := getattr(config, "softmax_type", "vanilla")) != "vanilla":
         raise ValueError(
             f"softmax_type={kind!r} is not allowed with context_parallel_size={ranks}: its offsets belong to the heads "

@@ -23,8 +23,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BlockedFeatures
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, Patch, PatchSet
@@ -68,8 +68,7 @@ class KnownLayouts:
                     self._known.update(parent.children())
                 elif any(child is layer for child in parent.children()):
                     raise DegreeError(
-                        f"COC_DETERMINISTIC=tp: {described(layer)}: how {kind.__module__}.{kind.__name__} packs its "
-                        "weight is not known"
+                        f"{described(layer)}: how {kind.__module__}.{kind.__name__} packs its weight is not known"
                     )
                 _refuse_shared_rows(parent)
         self._known.add(layer)
@@ -81,7 +80,7 @@ def _refuse_shared_rows(module: Any) -> None:
     summed = [name for name, each in named if getattr(each, "sequence_parallel", False)]
     if summed and not is_blocked(module) and type(module).__name__ != "RowParallelLinear":
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: config sequence_parallel=True: the gradient of {summed[0]} of {described(module)} "
+            f"config sequence_parallel=True: the gradient of {summed[0]} of {described(module)} "
             "is summed over the ranks' rows, and has a tree only in norms inside of a TransformerBlock"
         )
 
@@ -100,19 +99,19 @@ def refuse_what_depends_on_the_degree(layer: Any, ranks: int, version: tuple[int
     config = layer.config
     for name, what in REFUSED.items():
         if getattr(config, name, None):
-            raise DegreeError(f"COC_DETERMINISTIC=tp: config {name}={getattr(config, name)!r}: {what} have no tree")
+            raise DegreeError(f"config {name}={getattr(config, name)!r}: {what} have no tree")
     if getattr(config, "gated_linear_unit", False) and version < STRIDE_IS_KNOWN:
         text = ".".join(map(str, version))
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: {type(layer).__name__}: megatron-core {text} does not tell which weights are "
+            f"{type(layer).__name__}: megatron-core {text} does not tell which weights are "
             f"packed as [gate; up]; {'.'.join(map(str, STRIDE_IS_KNOWN))} and later do"
         )
     groups = getattr(config, "num_query_groups", None)
     if groups and groups % ranks:
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {groups} query groups cannot be shared by {ranks} ranks")
+        raise DegreeError(f"{groups} query groups cannot be shared by {ranks} ranks")
     if config.sequence_parallel and getattr(config, "hidden_dropout", 0) and torch.is_grad_enabled():
         raise DegreeError(
-            f"COC_DETERMINISTIC=tp: config hidden_dropout={config.hidden_dropout} with sequence_parallel=True: each "
+            f"config hidden_dropout={config.hidden_dropout} with sequence_parallel=True: each "
             "rank draws masks for its own rows: set it to 0, or train without sequence parallelism"
         )
 
@@ -133,8 +132,8 @@ def patch_sets() -> dict[str, Callable[[Any], PatchSet]]:
 
 
 def _patch_set(module: str, megatron: Any) -> PatchSet:
-    wanted = [each for each in _patches() if each.module == module and megatron.settings.at_every_degree]
-    return PatchSet("megatron-core", None, wanted)
+    patches = [each for each in _patches() if each.module == module]
+    return PatchSet("megatron-core", None, [*megatron.settings.arithmetic.tree_needs(*patches)])
 
 
 def _group() -> dist.ProcessGroup:
@@ -194,9 +193,7 @@ def _cross_entropy(original: Function) -> Function:
     @functools.wraps(original)
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> Any:
         if label_smoothing:
-            raise DegreeError(
-                f"COC_DETERMINISTIC=tp: label_smoothing={label_smoothing}: its mean over the vocabulary has no tree"
-            )
+            raise DegreeError(f"label_smoothing={label_smoothing}: its mean over the vocabulary has no tree")
         return original(ctx, logits, target, label_smoothing)
 
     return forward
@@ -211,7 +208,7 @@ def _predicted_logits(original: Function) -> Function:
         target_mask, masked_target, predicted, _, exp_logits = original(*args, **kwargs)
         features = BlockedFeatures((exp_logits.shape[-1],), group.size())
         if features.refusal:
-            raise DegreeError(f"COC_DETERMINISTIC=tp: cross-entropy: {features.refusal}")
+            raise DegreeError(f"cross-entropy: {features.refusal}")
         sums = [block.sum(dim=-1) for block in features.blocks_of(exp_logits, -1)]
         total = sum_of_blocks(sums, group).view(exp_logits.shape[:-1])
         # Megatron-core adds what the ranks return: the total and zeros, in any order.
@@ -266,14 +263,16 @@ def _block(original: Function) -> Function:
             for path, module in self.named_modules():
                 if _is_norm(module):
                     of_heads = path.rpartition(".")[2] in HEAD_NORMS
-                    install_norm(module, functools.partial(norm, of_heads))
+                    install_norm(module, functools.partial(norm, of_heads), in_force)
             seen.add(self)
         return original(self, *args, **kwargs)
 
+    def in_force() -> bool:
+        return any(vars(kind).get("forward") is forward for kind in _transformer_block().__mro__)
+
     def norm(of_heads: bool, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        in_force = any(vars(kind).get("forward") is forward for kind in _transformer_block().__mro__)
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not in_force or not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
             return own(*args, **kwargs)
         parameters = dict(module.named_parameters(recurse=False))
         shared = of_heads or any(getattr(each, "sequence_parallel", False) for each in parameters.values())
@@ -330,8 +329,7 @@ def _gradients_for_norm(original: Function) -> Function:
 
 def _not_whole(optimizer: Any) -> DegreeError:
     return DegreeError(
-        f"COC_DETERMINISTIC=tp: {type(optimizer).__name__} clips gradients that are not those of its parameters: their "
-        "norm has no tree"
+        f"{type(optimizer).__name__} clips gradients that are not those of its parameters: their norm has no tree"
     )
 
 

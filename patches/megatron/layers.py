@@ -112,7 +112,7 @@ class Megatron(Framework):
             return "expert layers communicate outside the layer"
         if not dist.is_initialized():
             return ONE_RANK
-        if self.group_of(layer).size() == 1 and not self.settings.at_every_degree:
+        if self.group_of(layer).size() == 1 and not self.settings.arithmetic.forms_every_product:
             return ONE_RANK
         return uncovered_layer(layer, self.version)
 
@@ -176,9 +176,12 @@ class Megatron(Framework):
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features of Megatron-core that exclude overlap."""
         refuse_conflicts(layer.config, self.settings)
-        if self.settings.at_every_degree:
-            refuse_what_depends_on_the_degree(layer, self.group_of(layer).size(), self.version)
-            self._layouts.refuse_others(layer)
+
+    def refuse_without_tree(self, layer: Any, kind: str, weight: Any, group: dist.ProcessGroup) -> None:
+        """Raise `DegreeError` for a call, a configuration or a layout of weights that has no sum in the tree."""
+        refuse_what_depends_on_the_degree(layer, group.size(), self.version)
+        self._layouts.refuse_others(layer)
+        super().refuse_without_tree(layer, kind, weight, group)
 
     def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> LayerShape | None:
         """Return the shape of a call; an int8 weight is not tuned."""
@@ -234,8 +237,8 @@ class Megatron(Framework):
         return lent_buffer()
 
     def with_options(self, layer: Any, chunks: Chunks) -> Chunks:
-        """Return what cuts a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1."""
-        asked = layer.config.deterministic_mode and not self.settings.at_every_degree
+        """Return what cuts a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1 at least."""
+        asked = layer.config.deterministic_mode and not chunks.settings.deterministic
         return _deterministic(chunks.settings) if asked else chunks
 
 
@@ -340,7 +343,7 @@ def _column_output(megatron: Megatron, layer: Any, gathers: bool, y: torch.Tenso
 def _row_output(megatron: Megatron, layer: Any, y: torch.Tensor) -> Output:
     """Return what a row layer returns: the sum with the bias, or beside it."""
     bias = layer.bias
-    if bias is not None and megatron.settings.at_every_degree:
+    if bias is not None and megatron.settings.arithmetic.sums_shared_rows:
         bias = row_blocks(layer, megatron.group_of(layer)).expand(bias, y)
     if layer.skip_bias_add:
         return y, bias

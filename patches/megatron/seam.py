@@ -37,8 +37,7 @@ class MegatronPatches(AppliedPatches):
         """Import Megatron-core's layers."""
         self._on_top = on_top
         self.layers: ModuleType = importlib.import_module(megatron.LAYERS)
-        self._strict = settings.strict or settings.at_every_degree
-        self._asked = "COC_DETERMINISTIC=tp" if settings.at_every_degree else "COC_STRICT=1"
+        self._insists = settings.insists
         self._megatron = megatron.installed(settings)
         super().__init__(
             "megatron-core", megatron.installed_version(), megatron.patch_set(self._megatron), self._megatron
@@ -48,7 +47,7 @@ class MegatronPatches(AppliedPatches):
         """Apply all patches, and watch which classes the program builds."""
         self.extend()
         patched = tuple(patch.holder() for patch in self._sets[self.title].patches)
-        self._built = BuiltClasses(self.layers, patched, strict=self._strict, asked=self._asked)
+        self._built = BuiltClasses(self.layers, patched, self._insists)
 
     def extend(self, imported: ModuleType | None = None) -> None:
         """Apply the patches of the modules of `on_top` that have been imported, `imported` just now."""
@@ -69,7 +68,7 @@ class MegatronPatches(AppliedPatches):
         try:
             patches.check(self.version)
         except PatchError as error:
-            if self._strict:
+            if self._insists:
                 raise
             say_once(f"{module} is left as it is: {error}")
         else:

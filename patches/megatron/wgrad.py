@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, Product, WeightGradient
+from ascend_parallel.ops.arithmetic import Product
+from ascend_parallel.overlap.weight_gradient import Begin, GradientParts, WeightGradient
 
 
 class MegatronWeightGradient(WeightGradient):

@@ -49,9 +49,8 @@ def forward_with_norm(original: Function, megatron: Megatron) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
-        reason = uncovered(self, megatron)
-        if megatron.settings.at_every_degree:
-            reason = "the matmul beside MindSpeed's norm has no tree"
+        no_tree = megatron.settings.arithmetic.forbids("the matmul beside MindSpeed's norm has no tree")
+        reason = no_tree or uncovered(self, megatron)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, inp, is_first_microbatch, fp8_output)

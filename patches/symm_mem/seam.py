@@ -15,11 +15,9 @@ class SymmMemPatches(AppliedPatches):
 
     def __init__(self, settings: Settings) -> None:
         """Nothing is registered yet; the kernels read the settings in force at each call."""
-        if settings.at_every_degree:
-            raise PatchError(
-                f"COC_FRAMEWORKS=symm_mem is not allowed with COC_DETERMINISTIC=tp: {TITLE} multiplies weight "
-                "gradients itself, in one call each: unset one of the two"
-            )
+        if no_tree := settings.arithmetic.forbids(f"{TITLE} multiplies weight gradients itself, in one call each"):
+            asked = settings.arithmetic.asked
+            raise PatchError(f"COC_FRAMEWORKS=symm_mem is not allowed with {asked}: {no_tree}: unset one of the two")
         super().__init__(TITLE, "", PatchSet(TITLE, None, []))
         self._registered: tuple[str, ...] = ()
 

@@ -66,8 +66,8 @@ class InstalledByStyle(Installed):
             return f"it scatters {self.output}" if scatters and not self._sequence(self.output, x) else None
         if placement == Replicate():
             framework = self.in_force.framework
-            in_tree = framework is not None and framework.settings.at_every_degree
-            return None if in_tree or own_input else GATHERED
+            every = framework is not None and framework.settings.arithmetic.forms_every_product
+            return None if every or own_input else GATHERED
         return None if self._sequence(placement, x) else f"its input is placed as {placement}"
 
     def _sequence(self, placement: Any, x: torch.Tensor) -> bool:
@@ -221,8 +221,8 @@ def _run(
 
     bias = module.bias
     if bias is not None:  # the bias of a row layer is added to this rank's rows
-        partial = [Partial()] if not column and dim is not None and not framework.settings.at_every_degree else None
-        bias = bias.to_local(grad_placements=partial)
+        summed_by_torch = not column and dim is not None and not framework.settings.arithmetic.sums_shared_rows
+        bias = bias.to_local(grad_placements=[Partial()] if summed_by_torch else None)
     call = LinearCall(
         layer=module,
         kind=installed.kind or "",

@@ -70,14 +70,13 @@ def install_row(style: Any, module: Any, mesh: Any) -> None:
 def install_sequence(style: Any, module: Any, mesh: Any) -> None:
     """Put the forward in blocks of rows on a norm of SequenceParallel."""
     if any(True for _ in module.parameters()):
-        install_norm(module, functools.partial(_norm, mesh))
+        install_norm(module, functools.partial(_norm, mesh), IN_FORCE.sums_shared_rows)
 
 
 def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module of SequenceParallel: with COC_DETERMINISTIC=tp in blocks of rows."""
     framework = IN_FORCE.framework
-    if framework is None or not framework.settings.at_every_degree:
-        return own(*args, **kwargs)
+    assert framework is not None
     if torch.compiler.is_compiling():
         framework.log_uncovered(module, COMPILED)
     (x, *more), parameters = args, dict(module.named_parameters())
@@ -191,7 +190,7 @@ def prepare_module_input(original: Function) -> Function:
 
 def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> SharedGather | None:
     """Return the gather of x by the column layers of the module that is being called; None: torch gathers."""
-    if framework.settings.at_every_degree:
+    if framework.settings.arithmetic.forbids("layers would add their gradients before the sum"):
         return None
     if torch.compiler.is_compiling() or framework.verifier is not None or framework.settings.fused or mesh.ndim > 1:
         return None

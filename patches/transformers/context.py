@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ascend_parallel.ops import DegreeError
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
 from ascend_parallel.ops.pending import NamedWork
@@ -65,8 +64,7 @@ def context_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Cont
     own = group or dist.group.WORLD
     if own is None:
         raise ValueError("context_parallel: torch.distributed is not initialised")
-    if current_settings().at_every_degree:
-        raise DegreeError("COC_DETERMINISTIC=tp: context_parallel: context parallelism has no tree")
+    current_settings().arithmetic.refuse("context_parallel: context parallelism has no tree")
     _refuse(model, own)
     context = ContextParallel(own, model.config._attn_implementation)
     masks, attentions = _interfaces()

@@ -26,6 +26,7 @@ from ascend_parallel.patches.dtensor_linear import (
     is_linear,
     replaced_below,
 )
+from ascend_parallel.patches.framework import described
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.patches.norms import install_norm, run_norm
 
@@ -105,7 +106,7 @@ def install_head_norm(original: Function) -> Function:
     def install(self: Any, module: Any, mesh: Any) -> Any:
         kind = type(module).__name__
         if kind in HEAD_NORMS:
-            install_norm(module, functools.partial(_head_norm, mesh))
+            install_norm(module, functools.partial(_head_norm, mesh), IN_FORCE.sums_shared_rows)
         returned = original(self, module, mesh)
         if kind not in HEAD_NORMS:
             _refuse_in_tree(module, f"the gradients of {kind}, summed over ranks, have no tree")
@@ -121,17 +122,14 @@ def _refuse_in_tree(module: Any, reason: str) -> None:
     @functools.wraps(own)  # coverage reads its attribute
     def forward(*args: Any, **kwargs: Any) -> Any:
         framework = IN_FORCE.framework
-        if framework is not None and framework.settings.at_every_degree:
-            framework.log_uncovered(module, reason)
+        if framework is not None:
+            framework.settings.arithmetic.refuse(lambda: f"{described(module)} cannot run in the tree: {reason}")
         return own(*args, **kwargs)
 
     module.forward = forward
 
 
 def _head_norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    framework = IN_FORCE.framework
-    if framework is None or not framework.settings.at_every_degree:
-        return own(*args, **kwargs)
     (x,) = args
     blocks = RowBlocks(group=mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp"), dim=-2, summed_later=True)
     return run_norm(module, own, x, dict(module.named_parameters()), blocks)

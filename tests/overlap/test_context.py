@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel import DisagreementError, Settings
 from ascend_parallel.ops import COUNTS
-from ascend_parallel.ops.problem import TP
+from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.overlap.context import attention_in_turn, run_attention
 
 

@@ -17,10 +17,10 @@ import ascend_parallel
 
 # Kind and sequence parallelism -> the most functions of this package in forward and in backward, with 4 chunks.
 MOST = {
-    ("RowParallelLinear", False): (70, 28),
-    ("ColumnParallelLinear", False): (40, 70),
-    ("RowParallelLinear", True): (118, 97),
-    ("ColumnParallelLinear", True): (110, 163),
+    ("RowParallelLinear", False): (70, 24),
+    ("ColumnParallelLinear", False): (40, 66),
+    ("RowParallelLinear", True): (118, 93),
+    ("ColumnParallelLinear", True): (110, 160),
 }
 MOST_LEFT_WHOLE = 4
 

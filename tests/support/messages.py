@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("ascend_parallel", "ops", "patches", "ascend_parallel_autoload.py")
 LOGGING = {"warning", "info", "error", "warn", "say_once", "log_uncovered", "_warn_once"}
 FILLED = "…"
+EVERY_DEGREE = "COC_DETERMINISTIC=tp: "  # what a DegreeError, which an arithmetic raises, begins with
 CAUGHT = {"CannotExpandError"}  # by the package itself, always: no user sees them
 
 
@@ -37,6 +38,10 @@ def texts(node):
         return ["".join(part.value if isinstance(part, ast.Constant) else FILLED for part in node.values)]
     if isinstance(node, ast.IfExp):
         return texts(node.body) + texts(node.orelse)
+    if isinstance(node, ast.Lambda):
+        return texts(node.body)
+    if isinstance(node, ast.Call) and node.args and _refuses_degree(node):
+        return [EVERY_DEGREE + text for text in texts(node.args[0])]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = texts(node.left) or [FILLED], texts(node.right) or [FILLED]
         return [one + other for one in left for other in right]
@@ -48,7 +53,7 @@ def literals():
     found = []
     for path in files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            found += texts(node) if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)) else []
+            found += texts(node) if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp, ast.Call)) else []
     sources = (ROOT / "ops" / "csrc").glob("*.cpp")
     return found + [one for path in sources for one in re.findall(r'"([^"\n]*)"', path.read_text())]
 
@@ -60,15 +65,25 @@ def messages():
             call = node.exc if isinstance(node, ast.Raise) else node if _logs(node) else None
             if not isinstance(call, ast.Call) or not call.args:
                 continue
-            by = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            by = _name(call)
             if by in ("BadParameter", "AssertionError", "Exit", "SystemExit", *CAUGHT):
                 continue
-            for text in texts(call.args[0]):
+            for text in texts(call if _refuses_degree(call) else call.args[0]):
                 yield Message(f"{path.relative_to(ROOT)}:{node.lineno}", by, text)
 
 
+def _name(call):
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
 def _logs(node):
-    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in LOGGING
+    return isinstance(node, ast.Call) and (_name(node) in LOGGING or _refuses_degree(node))
+
+
+def _refuses_degree(call):
+    """Whether a call makes a DegreeError: the class, or ``settings.arithmetic.refuse``."""
+    asked = _name(call) == "refuse" and getattr(call.func, "value", None)
+    return _name(call) == "DegreeError" or (bool(asked) and getattr(asked, "attr", "") == "arithmetic")
 
 
 def raised():

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
 from ascend_parallel.ops.operators import with_fused_limits
 from ascend_parallel.ops.part_exchange import Rows
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, TP, Problem, experts_problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
 from ascend_parallel.ops.registry import KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings

@@ -235,10 +235,7 @@ def _for_prices(settings: Settings) -> Settings:
     Blocks of the same bits at every degree count as plain chunks, given sizes as so many.
     """
     counts = {shape: cut if isinstance(cut, int) else len(cut) for shape, cut in settings.customized_coc.items()}
-    blocks = settings.at_every_degree
-    return replace(
-        settings, strict=False, customized_coc=counts, deterministic=False if blocks else settings.deterministic
-    )
+    return replace(settings, strict=False, customized_coc=counts, deterministic=settings.arithmetic.priced_as)
 
 
 @cache

@@ -178,7 +178,7 @@ def overlap_settings(overlap: bool | None = None, settings: Settings | None = No
     """
     used = settings or current_settings()
     asked = used.effective_mode == 2 if overlap is None else overlap
-    return used if asked and not used.at_every_degree else None
+    return used if asked and used.arithmetic.hides_sums else None
 
 
 def _check_operators(graph: Graph, mesh: ProcessMesh, hardware: str) -> None:

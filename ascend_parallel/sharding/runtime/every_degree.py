@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from ascend_parallel.ops.registry import DegreeError
+from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Node
 from ascend_parallel.sharding.planner.overlapped_matmul import matmul_of
@@ -41,7 +41,7 @@ def refuse_sums_without_tree(plan: ShardingPlan, settings: Settings) -> None:
     if reason:
         module = plan.graph.nodes[name].module
         where = f"{module}: {name}" if module else name
-        raise DegreeError(f"COC_DETERMINISTIC=tp: {where} on mesh dimension {plan.mesh.dim_names[dim]}: {reason}")
+        raise DegreeError(f"{where} on mesh dimension {plan.mesh.dim_names[dim]}: {reason}")
 
 
 def _sums(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:

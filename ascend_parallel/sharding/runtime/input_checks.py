@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.registry import DegreeError
 from ascend_parallel.process_groups.consistency import confirm_same, fingerprint
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Graph, Node, Value
@@ -63,11 +62,10 @@ def _check(plan: ShardingPlan, coordinate: Sequence[int] | None, node: Node, ten
 
 def refuse_every_degree(settings: Settings) -> None:
     """Raise `DegreeError` if the settings ask for bits that a model does not have which its own Python runs."""
-    if settings.at_every_degree:
-        raise DegreeError(
-            "COC_DETERMINISTIC=tp: a marked or eager model, a pipeline, and a plan without overlap or with compile "
-            "have other bits on another mesh: use a graph of the whole model (ShardedModule, train_step) with overlap"
-        )
+    settings.arithmetic.refuse(
+        "a marked or eager model, a pipeline, and a plan without overlap or with compile have other bits on another "
+        "mesh: use a graph of the whole model (ShardedModule, train_step) with overlap"
+    )
 
 
 def confirm_same_plan(

@@ -100,8 +100,8 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
         for node in plan.graph.nodes.values()
         if node.call is not None and (found := matmul_of(node.call)) is not None
     ]
-    # For the same bits at every degree, one rank multiplies in the same blocks.
-    dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or settings.at_every_degree]
+    every = settings.arithmetic.forms_every_product
+    dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or every]
     for mesh_dim in dims:
         for node, matmul in matmuls:
             builder.row(node, matmul, mesh_dim)
@@ -178,7 +178,7 @@ class _ScheduleBuilder:
         source = self.layouts[value] if converted_once or shared is None else shared
         placement = source[mesh_dim]
         communicates = placement.kind == "shard" or value in self._differentiable
-        if placement == PARTIAL_GRAD or not (communicates or self._settings.at_every_degree):
+        if placement == PARTIAL_GRAD or not (communicates or self._settings.arithmetic.forms_every_product):
             return  # no collective runs for this input
         groups, new = self._groups(columns), placement if placement.kind == "shard" else REPLICATE
         names = {node.name for node, _ in columns}

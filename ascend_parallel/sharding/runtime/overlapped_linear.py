@@ -93,7 +93,7 @@ class Kernel(ABC):
         layer = self._tuned(x, weight) if tuned else self.layer
         if forward_wrapper is not run_directly:
             layer = replace(layer, forward_wrapper=forward_wrapper)
-        if parts and self.settings.at_every_degree:
+        if parts and self.settings.arithmetic.forms_every_product:
             layer = replace(layer, parts=parts)
         y = function(x, weight, *bias, layer)
         return y.movedim(0, self.row_dim) if self.row_dim else y

@@ -115,8 +115,8 @@ class ShardedModule(torch.nn.Module):
             compile=compile,
             in_tree=overlap and group is None and compile is None,
         )
-        if settings.at_every_degree:
-            refuse_sums_without_tree(plan, settings)  # the ranks have the same plan and settings: all refuse alike
+        for refuse in settings.arithmetic.tree_needs(refuse_sums_without_tree):
+            refuse(plan, settings)  # the ranks have the same plan and settings: all refuse alike
         self.randomness = Randomness(seed)
         plan.mesh.device_mesh()  # makes missing process groups: every rank must call it
         coordinate = plan.mesh.own_coordinate()

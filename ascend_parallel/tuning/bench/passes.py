@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.operators import with_fused_limits
-from ascend_parallel.ops.problem import TP, matmul_in_words
+from ascend_parallel.ops.problem import matmul_in_words
 from ascend_parallel.ops.registry import FUSED, choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import LayerOperator, LayerShape
