@@ -30,19 +30,45 @@ _NEW = (aten.new_empty.default, aten.new_zeros.default)
 _SAME = (aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default)
 
 
+class InputGradient:
+    """The gradient of x, if the collective of ``x @ w`` has multiplied it in its own backward, under a gather.
+
+    Sums hand their gradient on as it is. `take` tells whether it came so.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is multiplied."""
+        self._held: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def put(self, dy: torch.Tensor, dx: torch.Tensor) -> None:
+        """Hold ``dx = dy @ w.t()`` [..., K] of the gathered rows dy [..., N], contiguous."""
+        self._held = dy, dy._version, dx
+
+    def take(self, dy: torch.Tensor) -> torch.Tensor | None:
+        """Return dx for the gradient dy of the product; None: dy is not what was gathered."""
+        if (held := self._held) is None:
+            return None
+        self._held, (rows, version, dx) = None, held
+        unchanged = rows._version == dy._version == version and dy.is_contiguous()
+        same = (dy.data_ptr(), dy.shape, dy.dtype) == (rows.data_ptr(), rows.shape, rows.dtype)
+        return dx if unchanged and same else None
+
+
 class DeferredProduct(UnfinishedTensor):
     """The product x @ w [..., N] and the sum with `addends`, in their order.
 
-    x        [..., K]
-    w        [K, N]
-    addends  each [..., N], as the product
-    sources  the DTensor whose local tensor x is: an operator in place raises its version alone
+    x               [..., K]
+    w               [K, N]
+    addends         each [..., N], as the product
+    sources         the DTensor whose local tensor x is: an operator in place raises its version alone
+    input_gradient  takes the gradient of x, if backward gathers that of the sum; None: it does not
     """
 
     x: torch.Tensor
     w: torch.Tensor
     addends: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
+    input_gradient: InputGradient | None
     _versions: list[int]
     _product: torch.Tensor | None
 
@@ -53,6 +79,7 @@ class DeferredProduct(UnfinishedTensor):
         w: torch.Tensor,
         addends: Sequence[torch.Tensor] = (),
         sources: Sequence[torch.Tensor] = (),
+        input_gradient: InputGradient | None = None,
     ) -> DeferredProduct:
         """Hold the operands, which must stay as they are; the addends lie as x does."""
         size, columns = (*x.shape[:-1], w.shape[1]), w.shape[1]
@@ -62,6 +89,7 @@ class DeferredProduct(UnfinishedTensor):
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.x, made.w, made.addends, made.sources = x, w, tuple(addends), tuple(sources)
+        made.input_gradient = input_gradient
         made._rows = Rows(LazyRows((), lambda index: None), 1, 0)
         made._versions = list(map(_version, made._operands()))
         made._product = None
@@ -76,6 +104,10 @@ class DeferredProduct(UnfinishedTensor):
         if not kwargs or func is aten.clone.default or func in _NEW:
             result = _deferred(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs) if result is NotImplemented else result
+
+    def with_addends(self, addends: Sequence[torch.Tensor], x: torch.Tensor | None = None) -> DeferredProduct:
+        """Return the same product, of x with its rows moved, with other addends."""
+        return DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.input_gradient)
 
     @property
     def multiplied(self) -> bool:
@@ -125,7 +157,7 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NEW:
         return func(y.w, *args[1:], **kwargs)
     if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(y.shape)):
-        return DeferredProduct(y.x, y.w, y.addends, y.sources)
+        return y.with_addends(y.addends)
     if func is aten.transpose.int and {dim % y.dim() for dim in args[1:]} == {0, 1} and y.dim() > 2:
         return _moved(y, lambda rows: rows.transpose(0, 1))
     if func is aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format:
@@ -135,7 +167,7 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _moved(y: DeferredProduct, move: Any) -> DeferredProduct:
     y.check()
-    return DeferredProduct(move(y.x), y.w, [move(addend) for addend in y.addends], y.sources)
+    return y.with_addends([move(addend) for addend in y.addends], move(y.x))
 
 
 def _sum(func: Any, left: Any, right: Any) -> Any:
@@ -150,7 +182,7 @@ def _sum(func: Any, left: Any, right: Any) -> Any:
     if (other.shape, other.dtype, other.stride()) != (y.shape, y.dtype, y.stride()):
         return NotImplemented
     if func is aten.add.Tensor:
-        return DeferredProduct(y.x, y.w, (*y.addends, other), y.sources)
+        return y.with_addends((*y.addends, other))
     if y is not left:
         return NotImplemented
     y.addends = (*y.addends, other)

@@ -330,7 +330,7 @@ def left(
     with torch._C.DisableTorchFunction():
         if sequence_dim != 1:
             return leave_row(y, x, weight, layer)
-        return swapped(leave_row(swapped(y), x.transpose(0, 1), weight, layer))
+        return swapped(leave_row(y, x.transpose(0, 1), weight, layer, batch_first=True))
 
 
 def torch_linear(call: LinearCall) -> ForwardWrapper:

@@ -3,7 +3,8 @@
 A program may put a function of its own in place of a layer's matmul, on one rank alone: a monitor, a quantiser, a mode.
 The function gets and gives whole tensors, with gradients. Around it run the collectives of the overlapped layers, in
 their number, order and sizes, so that ranks without such a function go on as always. A function may leave its product
-to the collective (ops/deferred.py), which multiplies it in chunks; no other matmul overlaps here.
+to the collective (ops/deferred.py), which multiplies it in chunks, and its gradient under the gather of backward; no
+other matmul overlaps here.
 
 column  `enter` before the matmul: the identity, or with sequence parallelism the gather; backward sums dx
 row     `leave` after the matmul: the sum over ranks; with sequence parallelism backward gathers dy
@@ -56,16 +57,21 @@ def enter_column(
 
 
 def leave_row(
-    product: torch.Tensor, x_shard_k: torch.Tensor, weight_shard_k: torch.Tensor, layer: ParallelLinear
+    product: torch.Tensor,
+    x_shard_k: torch.Tensor,
+    weight_shard_k: torch.Tensor,
+    layer: ParallelLinear,
+    batch_first: bool = False,
 ) -> torch.Tensor:
     """Return the sum over ranks of a row layer's product [..., N]; with sequence parallelism this rank's rows of it.
 
     x_shard_k       [..., K / R]: only shape, dtype and whether it requires a gradient count
-    weight_shard_k  [N, K / R]: the same
+    weight_shard_k  [N, K / R]: the same; of a product that is deferred, its weight
+    batch_first     with sequence parallelism: the first two dimensions of the product alone are swapped
     """
     x, weight = cast_by_autocast(x_shard_k).detach(), cast_by_autocast(weight_shard_k).detach()
     input_grad = x_shard_k.requires_grad
-    y: torch.Tensor = _Leave.apply(product.to(x.dtype), x, weight, input_grad, layer)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Leave.apply(product.to(x.dtype), x, weight, input_grad, layer, batch_first)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -142,26 +148,42 @@ class _Leave(torch.autograd.Function):
         weight: torch.Tensor,
         input_grad: bool,
         layer: ParallelLinear,
+        batch_first: bool,
     ) -> torch.Tensor:
         """Return the sum over ranks."""
+        product = _swapped(product) if batch_first else product
         ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight, product.shape
-        ctx.input_grad, ctx.dtype = input_grad, x.dtype
+        ctx.input_grad, ctx.dtype, ctx.batch_first = input_grad, x.dtype, batch_first
+        ctx.input_gradient = None
+        if layer.sequence_parallel and isinstance(product, DeferredProduct) and not product.multiplied:
+            ctx.input_gradient = product.input_gradient
         with in_forward(ctx, "row", product):
             return row_forward(x, weight, layer, _product(product))
 
     @staticmethod
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        """Return dy, with sequence parallelism gathered."""
+        """Return dy, with sequence parallelism gathered: under the input gradient, of a product that was deferred."""
         layer, weight = ctx.layer.in_backward, ctx.weight
         dy = finished(dy).to(ctx.dtype)
         if not layer.sequence_parallel:
-            return dy, None, None, None, None
-        if ctx.input_grad:
-            _, rows = run_all_gather_matmul(
-                dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=False
-            )
-            assert rows is not None
-        else:
-            rows = start_gather_rows(dy, layer.group, layer.settings, weight.shape[1]).wait()
-        return rows.view(ctx.shape), None, None, None, None
+            return dy, *[None] * 5
+        if not ctx.input_grad:
+            rows = start_gather_rows(dy, layer.group, layer.settings, weight.shape[1]).wait().view(ctx.shape)
+            return (_swapped(rows) if ctx.batch_first else rows), *[None] * 5
+        multiplies = ctx.input_gradient is not None
+        dx_m, rows_m = run_all_gather_matmul(
+            dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=multiplies
+        )
+        assert rows_m is not None
+        rows = rows_m.view(ctx.shape)
+        rows = _swapped(rows) if ctx.batch_first else rows
+        if multiplies:
+            dx = dx_m.view(*ctx.shape[:-1], -1)
+            ctx.input_gradient.put(rows, _swapped(dx) if ctx.batch_first else dx)
+        return rows, *[None] * 5
+
+
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, S, ...] as contiguous [S, B, ...], or back."""
+    return x.transpose(0, 1).contiguous()

@@ -81,12 +81,12 @@ def swapped_after_styles(group, plan, options):
     return compared(model, adapted(decoder(layers=1), **options))
 
 
-# The operators of a step: calls, and chunks that are multiplied under the last chunk's collective. What a row layer's
-# backward gathers is read by its adapters first.
+# The operators of a step: calls, and chunks that are multiplied under the last chunk's collective. With "sequence" the
+# gather of two or three column layers runs under the first one's product.
 PLANS = {
     "plain": {"matmul_all_reduce": (7, 28)},
-    "sequence": {"all_gather_matmul": (5, 12), "matmul_reduce_scatter": (5, 20)},
-    "layers": {"all_gather_matmul": (8, 24), "matmul_reduce_scatter": (8, 32)},
+    "sequence": {"all_gather_matmul": (5, 20), "matmul_reduce_scatter": (5, 20)},
+    "layers": {"all_gather_matmul": (8, 32), "matmul_reduce_scatter": (8, 32)},
 }
 
 
