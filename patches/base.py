@@ -42,7 +42,8 @@ class Patch:
     gives_way_to
         A package that may put a method of its own in place of the replacement; the method then stays.
     inherited
-        Whether the class inherits the method, as modules do ``__call__``; the replacement is then added to the class.
+        Whether the class inherits the method, as modules do ``__call__``, or finds it by ``__getattr__``; the
+        replacement is then added to the class.
     """
 
     target: str
@@ -93,8 +94,11 @@ class Patch:
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
-        attribute = vars(self.holder()).get(self.method)
+        holder = self.holder()
+        attribute = vars(holder).get(self.method)
         if self.inherited and attribute is None:
+            if not hasattr(holder, self.method) and not hasattr(holder, "__getattr__"):
+                raise PatchError(f"{self.target}: expected that the class inherits the method, found none")
             return
         method = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
         if self.inherited:
@@ -175,10 +179,12 @@ def _replace(patch: Patch) -> _Applied:
     """Put the replacement of a patch in place of the original, or in front of the method that the class inherits."""
     holder = patch.holder()
     original = vars(holder).get(patch.method)
-    found = inspect.getattr_static(holder, patch.method)
+    found = inspect.getattr_static(holder, patch.method, None)
     kind = type(found) if isinstance(found, (staticmethod, classmethod)) else None
     own: Any = getattr(original, "__func__", original)  # of a static or class method
-    replacement = patch.replacement(_inherited(holder, patch.method) if original is None else own)
+    if original is None:
+        own = _passed_on(patch.method) if found is None else _inherited(holder, patch.method)
+    replacement = patch.replacement(own)
     applied = _Applied(holder, original, replacement if kind is None else kind(replacement))
     setattr(holder, patch.method, applied.replacement)
     return applied
@@ -189,6 +195,15 @@ def _inherited(holder: type, method: str) -> Function:
 
     def call(bound: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(holder, bound), method)(*args, **kwargs)
+
+    return call
+
+
+def _passed_on(method: str) -> Function:
+    """Return a function that calls what an object's ``__getattr__`` gives for `method`."""
+
+    def call(bound: Any, *args: Any, **kwargs: Any) -> Any:
+        return bound.__getattr__(method)(*args, **kwargs)
 
     return call
 

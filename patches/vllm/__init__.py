@@ -5,6 +5,7 @@ row_wise   the modules that work row by row, which run on the rows that have arr
 chunks     the chunks of a number of tokens
 bits       from how many rows on the model's matmuls give a row the same bits
 auto       how many chunks, from dummy steps that are timed
+operators  a row layer as one operator of compiled graphs
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 """
 
@@ -26,6 +27,7 @@ from ascend_parallel.settings import Settings
 VERSIONS = ">=0.11,<0.34"
 NEWEST = "0.32.0"
 NAME = "ascend_parallel"
+WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 
 
 def patches(settings: Settings) -> AppliedPatches:
@@ -47,7 +49,14 @@ def patches(settings: Settings) -> AppliedPatches:
             reason="reduces in chunks of tokens, and leaves them unfinished: embedding, experts, adapters",
         ),
         Patch(
-            target="vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config",
+            target=f"{WORKER}.load_model",
+            replacement=lambda original: start.load_model(original, framework),
+            parameters=None,
+            reason="names the row layers that compiled graphs run as operators",
+            inherited=True,
+        ),
+        Patch(
+            target=f"{WORKER}.initialize_from_config",
             replacement=lambda original: start.initialize_from_config(original, framework),
             parameters=("self", "kv_cache_configs"),
             reason="asks which chunks keep the bits, and says what is covered",

@@ -31,12 +31,12 @@ from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.vllm.auto import MeasuredCounts
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
+from ascend_parallel.patches.vllm.operators import is_captured, traced
 from ascend_parallel.settings import Settings
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 # Linear methods whose `apply` gives each row what it would give it alone.
 BY_ROWS = ("UnquantizedLinearMethod", "AscendUnquantizedLinearMethod")
-COMPILED = "vLLM compiles it, and overlap is not in compiled graphs (--enforce-eager runs it with overlap)"
 # The all-reduce without a matmul of ours, as counts and timelines name it.
 ALONE = "all_reduce"
 # Devices on which vLLM's own all-reduce writes to the tensor that it is given.
@@ -62,6 +62,7 @@ class Vllm(Framework):
         self.asked = settings
         self.adapted: WeakSet[torch.nn.Module] = WeakSet()
         """The layers inside another that adds adapters."""
+        self.operators = 0  # the layers that run as an operator in compiled graphs
         self.bits: RowBits | None = None  # once a worker has loaded its model
         self.measured: MeasuredCounts | None = None  # with "auto", before the first request
         self.tried: int | None = None  # the count of chunks of a dummy step
@@ -153,6 +154,8 @@ class Vllm(Framework):
 
     def covers(self, tokens: int, device: str) -> bool:
         """Tell whether a call with so many tokens runs here."""
+        if is_captured():
+            return False
         return len(self.chunks(tokens, device)) > 1 or (self.in_one and self.tried is None)
 
     def count(self, tokens: int) -> int:
@@ -190,7 +193,10 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> Any:
-        if torch.compiler.is_compiling() or input_.shape[0] < LEAST_TOKENS or input_.dim() != 2:
+        if torch.compiler.is_compiling():
+            y = traced(self, input_)
+            return original(self, input_) if y is None else _with_bias(self, y)
+        if input_.shape[0] < LEAST_TOKENS or input_.dim() != 2:
             return original(self, input_)
         if torch.is_grad_enabled() or not vllm.covers(input_.shape[0], input_.device.type):
             return original(self, input_)
@@ -209,11 +215,15 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
             original=lambda x: original(self, x),
             module_weight=weight,
         )
-        y = run_linear(vllm, call)
-        return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
+        return _with_bias(self, run_linear(vllm, call))
 
     vars(forward)["ascend_parallel"] = vllm
     return forward
+
+
+def _with_bias(layer: Any, y: torch.Tensor) -> Any:
+    """Return what callers of a row layer expect: its output, and beside it a bias that they add, unless it says no."""
+    return (y, layer.bias if layer.skip_bias_add else None) if layer.return_bias else y
 
 
 def all_reduce(original: Function, vllm: Vllm) -> Function:

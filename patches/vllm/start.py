@@ -18,6 +18,7 @@ from ascend_parallel.patches.region_choice import now
 from ascend_parallel.patches.vllm.auto import COUNTS, measure
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
 from ascend_parallel.patches.vllm.layers import BY_ROWS, PARALLEL_STATE, Vllm
+from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names
 from ascend_parallel.version import __version__
 
 log = logging.getLogger("ascend_parallel")
@@ -27,6 +28,22 @@ ENDS = ("input", "output")
 LINEAR = "vllm.model_executor.layers.linear"
 # The name of our entry among vLLM's variables.
 CACHE_KEY = "ASCEND_PARALLEL"
+
+
+def load_model(original: Function, vllm: Vllm) -> Function:
+    """Make the method that replaces ``WorkerWrapperBase.load_model``, which a graph follows."""
+
+    @functools.wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(self, *args, **kwargs)
+        vllm.operators = 0
+        if is_compiled(self.vllm_config) and fusing_pass(self.vllm_config) is None:
+            model, context = self.worker.get_model(), self.vllm_config.compilation_config.static_forward_context
+            rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
+            vllm.operators = give_names(model, rows, context)
+        return loaded
+
+    return load
 
 
 def initialize_from_config(original: Function, vllm: Vllm) -> Function:
@@ -53,20 +70,23 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
 
     Every rank of the model's tensor-parallel group calls this.
     """
-    if is_compiled(config):
+    compiled = is_compiled(config)
+    if compiled and (fusing := fusing_pass(config)) is not None:
         return (
-            "vllm: compiled: not covered. vLLM compiles this model, and overlap is not in compiled graphs; "
-            "--enforce-eager (enforce_eager=True) runs it with overlap"
+            f"vllm: compiled: not covered. {fusing} of pass_config fuses the all-reduces of vLLM's graphs; without it, "
+            "or with --enforce-eager (enforce_eager=True), they run with overlap"
         )
     inner = (getattr(module, "base_layer", None) for module in model.modules())
     vllm.adapted.update(module for module in inner if isinstance(module, torch.nn.Module))
     rows = [module for module in model.modules() if is_row_layer(module)]
-    reasons = [vllm.uncovered(module) for module in rows]
+    reasons = [vllm.uncovered(module) or _untraced(module, compiled) for module in rows]
     layers = [module for module, reason in zip(rows, reasons, strict=True) if reason is None]
     others = [f"{count}: {reason}" for reason, count in Counter(filter(None, reasons)).items()]
     if vllm.without_effect:
         others.append(f"{', '.join(vllm.without_effect)} has no effect on vLLM's layers")
-    text = f"vllm: overlap covers {len(layers)} of {len(rows)} row-parallel layers"
+    text = f"vllm: {'compiled: ' if compiled else ''}overlap covers {len(layers)} of {len(rows)} row-parallel layers"
+    if compiled and layers:
+        text += ", each alone, as one operator of the graphs (--enforce-eager leaves rows unfinished past the layers)"
     if not layers:
         return "; ".join([text, *others])
     group, device = vllm.group_of(layers[0]), next(model.parameters()).device
@@ -80,6 +100,11 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     else:
         text += f", in steps of {2 * ladder[0]} tokens or more, in {count} chunks of {ladder[0]} to {ladder[-1]} tokens"
     return "; ".join([text, *others])
+
+
+def _untraced(layer: torch.nn.Module, compiled: bool) -> str | None:
+    """Return the reason why vLLM's own code of a layer is in its compiled graphs, or None."""
+    return "its model was loaded another way" if compiled and not hasattr(layer, LAYER_NAME) else None
 
 
 def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
@@ -148,7 +173,7 @@ def mark_caches(vllm: Vllm) -> None:
     """Put settings and version among vLLM's variables: a graph that was compiled without them is another graph."""
     text = repr(sorted(vllm.asked.shared().items(), key=str))
     digest = f"{__version__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    _variables()[CACHE_KEY] = lambda: digest
+    _variables()[CACHE_KEY] = lambda: f"{digest} {vllm.operators}"
 
 
 def unmark_caches() -> None:

@@ -102,6 +102,18 @@ def test_a_patch_in_front_of_an_inherited_method_is_added_and_removed(module):
         patches.apply("0.16.1")
 
 
+def test_a_patch_in_front_of_a_method_that_an_object_finds_elsewhere(module):
+    exec("class Worker:\n    def load(self, x):\n        return 10 * x", module.__dict__)
+    exec("class Wrapper:\n    def __getattr__(self, name):\n        return getattr(Worker(), name)", module.__dict__)
+    patches = patch_set(patch(target="framework_of_this_test.Wrapper.load", inherited=True))
+    patches.apply("0.16.1")
+    assert module.Wrapper().load(1) == 11 and patches.status()[0].applied
+    patches.revert()
+    assert module.Wrapper().load(1) == 10 and "load" not in vars(module.Wrapper)
+    with pytest.raises(PatchError, match=r"Worker.missing: expected that the class inherits the method, found none"):
+        patch_set(patch(target="framework_of_this_test.Worker.missing", inherited=True)).apply("0.16.1")
+
+
 def test_revert_refuses_when_somebody_patched_on_top(module):
     patches = patch_set()
     patches.apply("0.16.1")

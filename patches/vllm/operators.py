@@ -1,0 +1,92 @@
+"""A row layer as one operator of vLLM's compiled graphs, which decides inside about the tokens of this call.
+
+A graph is traced once, for every number of tokens, and nothing that waits may be in it. So the graph has one call for
+the matmul and its all-reduce, and what the layer does eagerly runs inside: chunks, or vLLM's own code for few tokens
+and while a graph is captured. As vLLM's attention, the operator finds its layer by name in the context of a forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ascend_parallel.ops.unfinished import finished
+
+NAME = "vllm_row_linear"
+CONTEXT = "vllm.forward_context"
+# The attribute of a layer that runs as an operator in compiled graphs: its name in the context of a forward.
+LAYER_NAME = "ascend_parallel_name"
+# Passes of vLLM that fuse the all-reduces of a graph, under the names of its releases.
+FUSING_PASSES = (
+    "fuse_allreduce_rms",
+    "enable_fi_allreduce_fusion",
+    "enable_sp",
+    "enable_sequence_parallelism",
+)
+
+
+def row_linear(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
+    """Return the output [M, N] of the row layer of this name for x [M, K / R]; features: N."""
+    output = _context().no_compile_layers[layer].forward(x)
+    return finished(output[0] if isinstance(output, tuple) else output)
+
+
+def _shaped(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], features)
+
+
+_library: Any = torch.library.Library("ascend_parallel", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"{NAME}(Tensor x, int features, str layer) -> Tensor")
+_library.impl(NAME, row_linear, "CompositeExplicitAutograd")
+torch.library.register_fake(f"ascend_parallel::{NAME}", _shaped, lib=_library)
+
+
+def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the call of a row layer, while a graph is traced, as the operator; None: it has no name there."""
+    name = getattr(layer, LAYER_NAME, None)
+    if name is None or x.dim() != 2:
+        return None
+    y: torch.Tensor = torch.ops.ascend_parallel.vllm_row_linear(x, layer.output_size, name)
+    return y
+
+
+def give_names(model: torch.nn.Module, layers: set[torch.nn.Module], context: dict[str, Any]) -> int:
+    """Enter layers of a model into the context of vLLM's forwards under their paths; return their number.
+
+    A path that has another entry, as of a draft model beside, gets a number.
+    """
+    for path, layer in model.named_modules():
+        if layer in layers:
+            name = next(name for name in _names(path) if context.get(name, layer) is layer)
+            context[name] = layer
+            setattr(layer, LAYER_NAME, name)
+    return len(layers)
+
+
+def _names(path: str) -> Any:
+    yield path
+    number = 2
+    while True:
+        yield f"{path}.{number}"
+        number += 1
+
+
+def fusing_pass(config: Any) -> str | None:
+    """Return the name of a pass of vLLM that fuses the all-reduces of its graphs; None: none is on."""
+    passes = config.compilation_config.pass_config
+    return next((name for name in FUSING_PASSES if getattr(passes, name, False)), None)
+
+
+def is_captured() -> bool:
+    """Tell whether vLLM captures a device graph, or replays one in pieces, in this forward."""
+    context = sys.modules.get(CONTEXT)
+    if context is None or not context.is_forward_context_available():
+        return False
+    mode = getattr(_context(), "cudagraph_runtime_mode", None)
+    return mode is not None and mode.name != "NONE"
+
+
+def _context() -> Any:
+    return sys.modules[CONTEXT].get_forward_context()
