@@ -31,7 +31,9 @@ EXPERTS = "megatron.core.transformer.moe.experts"
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
 PARAMETERS = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
-# The last version with GroupedMLP, and the last whose TEGroupedMLP was run.
+# Parameters of TEGroupedMLP's forward since this version, of its fused operation alone.
+BUFFERS, TAKES_BUFFERS = ("output_buffer", "grad_input_buffer"), (0, 19)
+# The last version with GroupedMLP.
 LAST_GROUPED = (0, 16)
 # Before this version a recomputed activation reads gradients of what saved-tensor hooks return, which get none.
 RECOMPUTES_ACTIVATION = (0, 16)

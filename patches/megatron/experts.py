@@ -35,11 +35,13 @@ from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
 from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.expert_modules import (
+    BUFFERS,
     EXPERTS,
     LAST_GROUPED,
     MODULES,
     PARAMETERS,
     RECOMPUTES_ACTIVATION,
+    TAKES_BUFFERS,
     GroupTokens,
     make_experts_forward,
     uncovered_module,
@@ -120,15 +122,16 @@ def patch_set(megatron: Megatron) -> PatchSet:
 def modules_of(megatron: Megatron) -> list[str]:
     """Return the names of the classes of experts that a version has, of those that run in groups."""
     names = [name for module, name in MODULES if module == EXPERTS]
-    return names if megatron.version[:2] <= LAST_GROUPED else ["SequentialMLP"]
+    return [name for name in names if name != "GroupedMLP" or megatron.version[:2] <= LAST_GROUPED]
 
 
 def experts_patch(name: str, megatron: Megatron) -> Patch:
     """Return the patch of a module of experts."""
+    takes_buffers = name == "TEGroupedMLP" and megatron.version >= TAKES_BUFFERS
     return Patch(
         target=f"{EXPERTS}.{name}.forward",
         replacement=lambda original: make_experts_forward(original, MODULES[EXPERTS, name].view),
-        parameters=PARAMETERS,
+        parameters=(*PARAMETERS, *BUFFERS) if takes_buffers else PARAMETERS,
         reason="computes a group of its experts",
     )
 
@@ -184,8 +187,6 @@ def _uncovered_on_all_ranks(layer: Any, megatron: Megatron) -> str | None:
         return "it may be captured in a CUDA graph (cuda_graph_impl, transformer_impl)"
     if megatron.version < RECOMPUTES_ACTIVATION and "moe_act" in (getattr(config, "recompute_modules", None) or ()):
         return "its activation is recomputed (recompute_modules moe_act), which groups can since megatron-core 0.16"
-    if type(layer.experts).__name__ == "TEGroupedMLP" and megatron.version[:2] > LAST_GROUPED:
-        return "its experts are a TEGroupedMLP of megatron-core 0.17 or later, which was not tried"
     return _other_dispatcher(layer) or _other_experts(layer)
 
 

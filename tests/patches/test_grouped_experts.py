@@ -22,7 +22,9 @@ from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 
 VERSION = version_tuple(installed_version())
-pytestmark = pytest.mark.skipif(not (0, 13) <= VERSION < (0, 17), reason="grouped experts of 0.13 to 0.16 are covered")
+pytestmark = pytest.mark.skipif(VERSION < (0, 13), reason="grouped experts are covered from 0.13")
+
+GROUPED_MLP_EXISTS = pytest.mark.skipif(VERSION >= (0, 17), reason="GroupedMLP is gone since 0.17")
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
 GROUPED_MLP = {"moe_grouped_gemm": True, "dtype": torch.bfloat16}
@@ -62,6 +64,7 @@ CASES = {
 }
 
 
+@GROUPED_MLP_EXISTS
 @promise("megatron-grouped-experts-bits")
 @pytest.mark.sample("skewed, top-1, shared expert", "recompute of the activation")
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -95,6 +98,7 @@ def test_te_grouped_mlp_trains_with_the_same_bits(ranks, options):
             assert names > 60
 
 
+@GROUPED_MLP_EXISTS
 @promise("megatron-grouped-experts-bits")
 @pytest.mark.slow
 def test_grouped_mlp_on_four_ranks(ranks):
@@ -154,9 +158,9 @@ def counted(group, options, distributed=False, compiled=False):
 
 
 HABITS = {
-    "GroupedMLP": (GROUPED_MLP, False, False),
-    "GroupedMLP, compiled activation": (GROUPED_MLP, False, True),
-    "GroupedMLP, overlapped reductions": (GROUPED_MLP, True, False),
+    "GroupedMLP": pytest.param((GROUPED_MLP, False, False), marks=GROUPED_MLP_EXISTS),
+    "GroupedMLP, compiled activation": pytest.param((GROUPED_MLP, False, True), marks=GROUPED_MLP_EXISTS),
+    "GroupedMLP, overlapped reductions": pytest.param((GROUPED_MLP, True, False), marks=GROUPED_MLP_EXISTS),
     "TEGroupedMLP": (TE, False, False),
 }
 
@@ -219,7 +223,9 @@ def measured(group, options):
 
 
 @pytest.mark.sample("TEGroupedMLP")
-@pytest.mark.parametrize("options", [GROUPED_MLP, TE], ids=["GroupedMLP", "TEGroupedMLP"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(GROUPED_MLP, marks=GROUPED_MLP_EXISTS), TE], ids=["GroupedMLP", "TEGroupedMLP"]
+)
 def test_auto_measures_grouped_experts_and_leaves_no_trace(ranks, options):
     answers = ranks(2).run(measured, {**options, **SHARED})
     assert [different for different, _ in answers] == [[], []]
@@ -254,6 +260,7 @@ def wrong_gradients(module, arguments):
     return rows, tokens, probs
 
 
+@GROUPED_MLP_EXISTS
 def test_verification_compares_weight_gradients_of_grouped_mlp(ranks):
     for report in ranks(2).run(verified, GROUPED_MLP, False):
         assert "decoder.layers.1.mlp" in report

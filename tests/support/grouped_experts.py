@@ -7,6 +7,7 @@ computes each expert's product; where this torch does not have it, a loop of mat
 """
 
 import contextlib
+import functools
 import importlib
 import types
 import weakref
@@ -158,10 +159,14 @@ TE_COLUMN, TE_ROW = te_linear("Column"), te_linear("Row")
 def te_grouped_mlp():
     """Return the specification of Megatron-core's TEGroupedMLP with layers that need no TransformerEngine."""
     from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe import experts, moe_layer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    return ModuleSpec(module=TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=TE_COLUMN, linear_fc2=TE_ROW))
+    kind = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)
+    submodules = kind(linear_fc1=TE_COLUMN, linear_fc2=TE_ROW)
+    if hasattr(moe_layer, "ExpertsBuilder"):  # since 0.17
+        return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+    return ModuleSpec(module=experts.TEGroupedMLP, submodules=submodules)
 
 
 @contextlib.contextmanager

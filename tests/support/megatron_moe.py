@@ -5,6 +5,7 @@ Tried with megatron-core 0.13 to 0.19.
 """
 
 import contextlib
+import functools
 import importlib
 from unittest import mock
 
@@ -127,7 +128,9 @@ def small_moe_gpt(config, *, vocab=256, seq=32, seed=1234, te=False):
 
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if te:
-        layer.submodules.mlp.submodules.experts = te_grouped_mlp()
+        mlp = layer.submodules.mlp
+        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules  # since 0.18
+        parts.experts = te_grouped_mlp()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
