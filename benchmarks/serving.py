@@ -106,8 +106,8 @@ def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     return json.loads(lines[0])
 
 
-def in_slow_namespace(rate: str) -> int:
-    """Run this program again in a network namespace whose loopback has the rate each way."""
+def in_slow_namespace(rate: str, command: list[str]) -> int:
+    """Run a command in a network namespace whose loopback has the rate each way; return its exit code."""
     name = f"serving{os.getpid()}"
     number = int("".join(filter(str.isdigit, rate)))
     shared = f"{2 * number}{rate.lstrip('0123456789')}"  # both directions pass the loopback
@@ -120,8 +120,7 @@ def in_slow_namespace(rate: str) -> int:
         run("ip", "-n", name, "link", "set", "lo", "up")
         tc = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", shared, "burst", "1m", "latency", "200ms"]
         run("ip", "netns", "exec", name, *tc)
-        again = [word for word in sys.argv[1:] if word not in ("--link", rate)]
-        return subprocess.run(["ip", "netns", "exec", name, sys.executable, __file__, *again]).returncode
+        return subprocess.run(["ip", "netns", "exec", name, *command]).returncode
     finally:
         run("ip", "netns", "del", name)
 
@@ -143,7 +142,8 @@ def main() -> int:
         print("RESULT " + json.dumps(measured(json.loads(options.inside))), flush=True)
         return 0
     if options.link:
-        return in_slow_namespace(options.link)
+        again = [word for word in sys.argv[1:] if word not in ("--link", options.link)]
+        return in_slow_namespace(options.link, [sys.executable, __file__, *again])
     with tempfile.TemporaryDirectory() as folder:
         made_model(folder, options.hidden, options.layers)
         given = {"model": folder, **{key: getattr(options, key) for key in ("compiled", "dtype", "tokens", "repeats")}}

@@ -40,12 +40,18 @@ from ascend_parallel.ops.rows import Sizes
 
 aten = torch.ops.aten
 
+
+def _those_of(*names: str) -> tuple[Any, ...]:
+    """Return the operators of these names that this torch has: RMSNorm's fused ones are younger than torch 2.8."""
+    return tuple(getattr(aten, name).default for name in names if hasattr(aten, name))
+
+
 # Operators that work on each row alone, whose first argument has the rows, besides elementwise operators. The second
 # argument says which trailing dimensions a row has: a shape, or dimensions.
-ALONG_SHAPE = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
+ALONG_SHAPE = _those_of("native_layer_norm", "_fused_rms_norm")
 ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList)
 # The gradients of norms: that of the input works on each row, those of weight and bias are sums over all rows.
-NORM_BACKWARDS = (aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
+NORM_BACKWARDS = _those_of("native_layer_norm_backward", "_fused_rms_norm_backward")
 # Elementwise operators that torch does not tag so.
 CASTS = (aten._to_copy.default, aten.clone.default)
 # ``mm(x, w)`` and ``addmm(bias, x, w)``: the place of the rows.

@@ -12,6 +12,7 @@ start      what is said, and probed, once a worker has loaded its model; vLLM's 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from types import ModuleType
@@ -27,7 +28,6 @@ from ascend_parallel.settings import Settings
 VERSIONS = ">=0.11,<0.34"
 NEWEST = "0.32.0"
 NAME = "ascend_parallel"
-WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 
 
 def patches(settings: Settings) -> AppliedPatches:
@@ -49,14 +49,14 @@ def patches(settings: Settings) -> AppliedPatches:
             reason="reduces in chunks of tokens, and leaves them unfinished: embedding, experts, adapters",
         ),
         Patch(
-            target=f"{WORKER}.load_model",
+            target=f"{worker()}.load_model",
             replacement=lambda original: start.load_model(original, framework),
             parameters=None,
             reason="names the row layers that compiled graphs run as operators",
             inherited=True,
         ),
         Patch(
-            target=f"{WORKER}.initialize_from_config",
+            target=f"{worker()}.initialize_from_config",
             replacement=lambda original: start.initialize_from_config(original, framework),
             parameters=("self", "kv_cache_configs"),
             reason="asks which chunks keep the bits, and says what is covered",
@@ -64,6 +64,13 @@ def patches(settings: Settings) -> AppliedPatches:
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
     return Applied("vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework)
+
+
+def worker() -> str:
+    """Return the class that wraps a worker: 0.11 still has it beside the workers of its first engine."""
+    first = "vllm.worker.worker_base"
+    known = importlib.util.find_spec(first.rpartition(".")[0]) is not None
+    return f"{first if known else 'vllm.v1.worker.worker_base'}.WorkerWrapperBase"
 
 
 def refuse_unless_allowed(plugins: str | None) -> None:

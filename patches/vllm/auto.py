@@ -1,8 +1,9 @@
-"""COC_PARALLEL_NUM=auto: into how many chunks a step is cut, from dummy steps that are timed before the first request.
+"""Into how many chunks a step is cut: by dummy steps that are timed before the first request, or by a plan.
 
 A dummy step is one of vLLM's own: the model on tokens that nobody asked for, without attention. Two numbers of tokens
 are tried, the largest and a quarter of it, each in every count in turn; the ranks of a group compare their times and
-take the same counts. Nothing is measured in a request.
+take the same counts. Nothing is measured in a request. COC_TUNE keeps what was found in a plan file: for each number of
+tokens an entry of each row layer's matmul, whose times are those of the whole step. COC_PLAN reads such a file.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.pending import CollectiveError
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.text import dtype_name
+from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
+from ascend_parallel.tuning.measured.tuner import Tuner
 
 # Chunks of a step; one chunk: vLLM's own code runs.
 COUNTS = (1, 2, 4, 8)
@@ -25,6 +35,14 @@ LEAST_GAIN = 0.02
 
 Seconds = Mapping[int, Sequence[float]]
 """By count of chunks, the seconds of a step in each turn."""
+
+
+class Sum(NamedTuple):
+    """What the ranks sum: [M, n] of a dtype, the product of [M, k] with a row layer's weight; k is 0 elsewhere."""
+
+    k: int
+    n: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -51,13 +69,78 @@ class MeasuredCounts:
     steps: tuple[TimedSteps, ...]
     took: float
 
-    def count(self, tokens: int) -> int:
-        """Return the count of the nearest number of tokens that was tried, by ratio."""
-        return min(self.steps, key=lambda step: max(step.tokens / tokens, tokens / step.tokens)).count
+    def count(self, tokens: int, summed: Sum) -> int:
+        """Return the count of the nearest number of tokens that was tried, for every sum."""
+        return min(self.steps, key=lambda step: apart(step.tokens, tokens)).count
 
     def __str__(self) -> str:
         """Return all choices in words."""
-        return f"auto, timed in {self.took:.1f} s: {', '.join(map(str, self.steps))}"
+        return f"timed in {self.took:.1f} s: {', '.join(map(str, self.steps))}"
+
+
+@dataclass(frozen=True)
+class PlannedCounts:
+    """The count of chunks for any number of tokens, from a plan's entries of row layers."""
+
+    plan: Plan
+
+    def count(self, tokens: int, summed: Sum) -> int | None:
+        """Return the count of the entry of the nearest number of tokens; None: the plan has none of this sum."""
+        entries = self.entries_of(summed)
+        return len(min(entries, key=lambda entry: apart(entry.m, tokens)).sizes) if entries else None
+
+    def entries_of(self, summed: Sum) -> Sequence[Entry]:
+        """Return the entries of a row layer; of another sum those of all row layers with as many features."""
+        entries = self._by_features.get((summed.n, dtype_name(summed.dtype)), ())
+        return [entry for entry in entries if summed.k in (0, entry.k)]
+
+    @cached_property
+    def _by_features(self) -> Mapping[tuple[int, str], Sequence[Entry]]:
+        found: dict[tuple[int, str], list[Entry]] = {}
+        for entry in self.plan.entries:
+            if (entry.run, entry.operator) == (FORWARD, ALL_REDUCE):
+                found.setdefault((entry.n, entry.dtype), []).append(entry)
+        return found
+
+
+def apart(tokens: int, others: int) -> float:
+    """Return how far two numbers of tokens are apart: their ratio."""
+    return max(tokens / others, others / tokens)
+
+
+def tried_tokens(most_tokens: int, least_tokens: int) -> list[int]:
+    """Return the numbers of tokens of the dummy steps, the largest and a quarter of it, where they are cut at all."""
+    return [tokens for tokens in (most_tokens, most_tokens // 4) if tokens >= least_tokens]
+
+
+def known(
+    tuner: Tuner, sums: Sequence[Sum], tokens: Sequence[int], group: dist.ProcessGroup, device: str
+) -> PlannedCounts | None:
+    """Return the counts of the file of COC_TUNE, if it has all of them; every rank of `group` calls this."""
+    plan = tuner.plan(group, device)
+    wanted = (LayerOperator(FORWARD, problem(m, summed, group, device)) for m in tokens for summed in sums)
+    return PlannedCounts(plan) if all(plan.entry_of(operator) is not None for operator in wanted) else None
+
+
+def keep(
+    tuner: Tuner,
+    measured: MeasuredCounts,
+    sums: Sequence[Sum],
+    cut: Callable[[int, int], Sizes],
+    group: dist.ProcessGroup,
+    device: str,
+) -> None:
+    """Write what was measured to the file of COC_TUNE: ``cut(tokens, count)`` are a step's chunks."""
+    for step in measured.steps:
+        for summed in sums:
+            operator = LayerOperator(FORWARD, problem(step.tokens, summed, group, device))
+            times = step.seconds[1], step.seconds[step.count]
+            tuner.keep(Entry.of(operator, cut(step.tokens, step.count), *times), group, device)
+
+
+def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> Problem:
+    """Return the matmul and all-reduce of a row layer with so many tokens."""
+    return Problem(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, device, group.size())
 
 
 def measure(
@@ -68,9 +151,9 @@ def measure(
     least_tokens: the number below which no step is cut. Raises `CollectiveError` with the ranks that do not come.
     """
     begin = time.perf_counter()
-    sizes = [tokens for tokens in (most_tokens, most_tokens // 4) if tokens >= least_tokens]
+    sizes = tried_tokens(most_tokens, least_tokens)
     own = {str(tokens): timed(step, tokens) for tokens in sizes}
-    by_rank = exchange(group, "the choice of COC_PARALLEL_NUM=auto", own, CollectiveError)
+    by_rank = exchange(group, "the choice of chunks by timed steps", own, CollectiveError)
     steps = tuple(chosen(tokens, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
     return MeasuredCounts(steps, time.perf_counter() - begin)
 

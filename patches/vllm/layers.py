@@ -28,11 +28,12 @@ from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
-from ascend_parallel.patches.vllm.auto import MeasuredCounts
+from ascend_parallel.patches.vllm.auto import MeasuredCounts, PlannedCounts, Sum
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.operators import is_captured, traced
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.chunk_plan import Plan
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 # Linear methods whose `apply` gives each row what it would give it alone.
@@ -64,7 +65,10 @@ class Vllm(Framework):
         """The layers inside another that adds adapters."""
         self.operators = 0  # the layers that run as an operator in compiled graphs
         self.bits: RowBits | None = None  # once a worker has loaded its model
-        self.measured: MeasuredCounts | None = None  # with "auto", before the first request
+        # From the plan of COC_PLAN; with "auto" and COC_TUNE once they are known, before the first request.
+        self.counts: PlannedCounts | MeasuredCounts | None = None
+        if isinstance(settings.plan, Plan):
+            self.counts = PlannedCounts(settings.plan)
         self.tried: int | None = None  # the count of chunks of a dummy step
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
@@ -73,8 +77,6 @@ class Vllm(Framework):
         """The variables that are set and act on no layer of vLLM."""
         asked = self.asked
         named = {
-            "COC_TUNE": asked.tune,
-            "COC_PLAN": asked.plan,
             "USE_COC_FUSED_KERNEL": asked.fused,
             "customized_coc": asked.customized_coc,
         }
@@ -107,6 +109,10 @@ class Vllm(Framework):
             return f"its rows may share a scale ({type(layer.quant_method).__name__}); its all-reduce runs in chunks"
         return self.uncovered_sum(_state().get_tp_group())
 
+    def uncovered_call(self, layer: Any, x: torch.Tensor) -> str | None:
+        """Return the reason why vLLM's own forward of `layer` must run for an input x, or None."""
+        return self.uncovered(layer) if x.dim() == 2 else f"its input has {x.dim()} dimensions, as in a vision encoder"
+
     def uncovered_sum(self, coordinator: Any) -> str | None:
         """Return the reason why vLLM's own all-reduce of a group must run, or None."""
         if self.settings.deterministic:
@@ -121,8 +127,14 @@ class Vllm(Framework):
         """No feature of vLLM excludes overlap: what it does itself is not covered."""
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks: the version."""
-        return {"version of vllm": self.version}
+        """Return what must be the same on all ranks: the version, and what the user has asked for."""
+        return {"version of vllm": self.version, **self.asked.shared()}
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Compare settings, and the plan if there is one, on the ranks of a group, which all call this."""
+        if self.asked.plan is not None and group not in self._checked:
+            self._agree_on_plan(self.asked.plan, group, device)
+        self.confirm(group)()
 
     def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> None:
         """Nothing is tuned."""
@@ -132,6 +144,7 @@ class Vllm(Framework):
     ) -> tuple[dist.ProcessGroup, Chunks]:
         """Return the call's group and chunks; a worker says what is covered once its model is loaded."""
         self.used = True
+        self.agree(self.group_of(layer), x.device)
         return super().prepare(layer, kind, x, weight, **options)
 
     @contextmanager
@@ -148,23 +161,24 @@ class Vllm(Framework):
         """Return a context in which vLLM's own code runs, with its own all-reduces."""
         return self.counted(1)
 
-    def chunks(self, tokens: int, device: str) -> Sizes:
-        """Return the rows of each chunk of a call; a single one: the original runs."""
-        return token_chunks(tokens, self.count(tokens), device, self.least_rows)
+    def chunks(self, tokens: int, device: str, summed: Sum) -> Sizes:
+        """Return the rows of each chunk of a sum over ranks; a single one: the original runs."""
+        return token_chunks(tokens, self.count(tokens, summed), device, self.least_rows)
 
-    def covers(self, tokens: int, device: str) -> bool:
+    def covers(self, tokens: int, device: str, summed: Sum) -> bool:
         """Tell whether a call with so many tokens runs here."""
         if is_captured():
             return False
-        return len(self.chunks(tokens, device)) > 1 or (self.in_one and self.tried is None)
+        return len(self.chunks(tokens, device, summed)) > 1 or (self.in_one and self.tried is None)
 
-    def count(self, tokens: int) -> int:
-        """Return about how many chunks a step is cut into."""
+    def count(self, tokens: int, summed: Sum) -> int:
+        """Return about how many chunks a sum over ranks is cut into."""
         if self.tried is not None:
             return self.tried
         if self.in_one:
             return 1
-        return self.settings.num_chunks if self.measured is None else self.measured.count(tokens)
+        known = None if self.counts is None else self.counts.count(tokens, summed)
+        return self.settings.num_chunks if known is None else known
 
     @property
     def least_rows(self) -> int:
@@ -179,10 +193,9 @@ class Vllm(Framework):
         """Return what multiplies in a row layer, and a tensor [N, K] without memory that has its shape and dtype."""
         known = self._weights.get(layer)
         if known is None or (known[0].dtype, known[0].device) != (x.dtype, x.device):
-            shape, device = (layer.input_size_per_partition, layer.output_size), x.device.type
-            weight = ModuleWeight(
-                shape, x.dtype, x.device, row_kernel(layer), lambda tokens: self.chunks(tokens, device)
-            )
+            shape, device, summed = (layer.input_size_per_partition, layer.output_size), x.device.type, sum_of(layer, x)
+            cut = functools.partial(self.chunks, device=device, summed=summed)
+            weight = ModuleWeight(shape, x.dtype, x.device, row_kernel(layer), cut)
             known = weight, torch.empty(shape[::-1], dtype=x.dtype, device="meta")
             self._weights[layer] = known
         return known
@@ -196,11 +209,11 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
         if torch.compiler.is_compiling():
             y = traced(self, input_)
             return original(self, input_) if y is None else _with_bias(self, y)
-        if input_.shape[0] < LEAST_TOKENS or input_.dim() != 2:
+        if input_.shape[0] < LEAST_TOKENS:
             return original(self, input_)
-        if torch.is_grad_enabled() or not vllm.covers(input_.shape[0], input_.device.type):
+        if torch.is_grad_enabled() or not vllm.covers(input_.shape[0], input_.device.type, sum_of(self, input_)):
             return original(self, input_)
-        reason = vllm.uncovered(self)
+        reason = vllm.uncovered_call(self, input_)
         if reason is not None:
             vllm.log_uncovered(self, reason)
             return original(self, input_)
@@ -235,14 +248,14 @@ def all_reduce(original: Function, vllm: Vllm) -> Function:
             return original(self, input_)  # type: ignore[no-any-return]
         if self.world_size == 1 or torch.is_grad_enabled():
             return original(self, input_)  # type: ignore[no-any-return]
-        if not vllm.covers(input_.shape[0], input_.device.type) or not _may_be_cut(self, input_, vllm):
+        tokens, device, summed = input_.shape[0], input_.device.type, Sum(0, input_.shape[1], input_.dtype)
+        if not vllm.covers(tokens, device, summed) or not _may_be_cut(self, input_, vllm):
             return original(self, input_)  # type: ignore[no-any-return]
-        vllm.confirm(self.device_group)()
+        vllm.agree(self.device_group, input_.device)
         y = finished(input_)
-        y = y if y.device.type in IN_PLACE else y.clone()
-        sizes = vllm.chunks(y.shape[0], y.device.type)
-        with recorded_pass(SimpleNamespace(), ALONE, "forward", y.device.type):
-            pending = start_all_reduce(y, self.device_group, sizes)
+        y = y if device in IN_PLACE else y.clone()
+        with recorded_pass(SimpleNamespace(), ALONE, "forward", device):
+            pending = start_all_reduce(y, self.device_group, vllm.chunks(tokens, device, summed))
             return unfinished(pending, vllm.leaves_rows, "region")
 
     return reduce
@@ -273,6 +286,11 @@ def _may_be_cut(coordinator: Any, x: torch.Tensor, vllm: Vllm) -> bool:
     if not (vllm.leaves_rows or vllm.in_one) or not x.is_floating_point() or not x.is_contiguous():
         return False
     return str(coordinator.unique_name).startswith("tp") and vllm.uncovered_sum(coordinator) is None
+
+
+def sum_of(layer: Any, x: torch.Tensor) -> Sum:
+    """Return what a row layer has the ranks sum for an input x."""
+    return Sum(layer.input_size_per_partition, layer.output_size, x.dtype)
 
 
 def row_kernel(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.region_choice import now
-from ascend_parallel.patches.vllm.auto import COUNTS, measure
+from ascend_parallel.patches.vllm.auto import COUNTS, PlannedCounts, Sum, keep, known, measure, tried_tokens
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
+from ascend_parallel.patches.vllm.chunks import token_chunks
 from ascend_parallel.patches.vllm.layers import BY_ROWS, PARALLEL_STATE, Vllm
 from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names
+from ascend_parallel.tuning.measured.tuner import Tuner
 from ascend_parallel.version import __version__
 
 log = logging.getLogger("ascend_parallel")
@@ -56,7 +58,7 @@ def initialize_from_config(original: Function, vllm: Vllm) -> Function:
         if vllm.bits is not None:
             texts.append(str(vllm.bits))
         made = original(self, kv_cache_configs)
-        if vllm.bits is not None and vllm.asked.auto:
+        if vllm.bits is not None and (vllm.asked.auto or vllm.asked.tune):
             texts.append(timed(self.worker.model_runner, model, config, vllm))
         if dist.is_initialized() and dist.get_rank() == 0:
             log.warning("%s", "; ".join(texts))
@@ -80,7 +82,7 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     vllm.adapted.update(module for module in inner if isinstance(module, torch.nn.Module))
     rows = [module for module in model.modules() if is_row_layer(module)]
     reasons = [vllm.uncovered(module) or _untraced(module, compiled) for module in rows]
-    layers = [module for module, reason in zip(rows, reasons, strict=True) if reason is None]
+    layers = covered_layers(model, vllm, compiled)
     others = [f"{count}: {reason}" for reason, count in Counter(filter(None, reasons)).items()]
     if vllm.without_effect:
         others.append(f"{', '.join(vllm.without_effect)} has no effect on vLLM's layers")
@@ -90,15 +92,10 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     if not layers:
         return "; ".join([text, *others])
     group, device = vllm.group_of(layers[0]), next(model.parameters()).device
-    vllm.confirm(group)()
+    vllm.agree(group, device)
     multiplied = linear_layers(model) if vllm.leaves_rows else layers
     vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device)
-    ladder = vllm.ladder(device.type)
-    count = f"{COUNTS[0]} to {COUNTS[-1]}" if vllm.asked.auto else f"about {vllm.settings.num_chunks}"
-    if vllm.in_one:
-        text += ", each in one chunk (COC_MODE=1)"
-    else:
-        text += f", in steps of {2 * ladder[0]} tokens or more, in {count} chunks of {ladder[0]} to {ladder[-1]} tokens"
+    text += f", {chunks_in_words(vllm, sums_of(layers), device.type)}"
     return "; ".join([text, *others])
 
 
@@ -117,6 +114,13 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         return f"auto: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     device = next(model.parameters()).device
     group = importlib.import_module(PARALLEL_STATE).get_tp_group().device_group
+    most, least = most_tokens(config), 2 * vllm.ladder(device.type)[0]
+    sums = sums_of(covered_layers(model, vllm, is_compiled(config)))
+    tuner = Tuner(vllm.asked) if vllm.asked.tune else None
+    if tuner is not None:
+        vllm.counts = known(tuner, sums, tried_tokens(most, least), group, device.type)
+        if vllm.counts is not None:
+            return f"COC_TUNE: chunks known from {vllm.asked.tune}"
     like = torch.empty(0, device=device)
 
     def step(tokens: int, count: int) -> None:
@@ -124,8 +128,46 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
             runner._dummy_run(tokens)
         now(like)
 
-    vllm.measured = measure(step, most_tokens(config), 2 * vllm.ladder(device.type)[0], group)
-    return str(vllm.measured)
+    vllm.counts = measured = measure(step, most, least, group)
+    if tuner is None:
+        return f"auto, {measured}"
+    keep(
+        tuner,
+        measured,
+        sums,
+        functools.partial(token_chunks, device=device.type, least=vllm.least_rows),
+        group,
+        device.type,
+    )
+    return f"COC_TUNE, {measured}, written to {vllm.asked.tune}"
+
+
+def chunks_in_words(vllm: Vllm, sums: list[Sum], device: str) -> str:
+    """Return into what chunks the steps of row layers are cut."""
+    if vllm.in_one:
+        return "each in one chunk (COC_MODE=1)"
+    ladder, counts = vllm.ladder(device), vllm.counts
+    if vllm.asked.auto or vllm.asked.tune:
+        count = f"{COUNTS[0]} to {COUNTS[-1]} chunks"
+    elif isinstance(counts, PlannedCounts):
+        planned = sum(bool(counts.entries_of(each)) for each in sums)
+        count = f"the chunks of COC_PLAN for {planned} of {len(sums)} matmuls"
+    else:
+        count = f"about {vllm.settings.num_chunks} chunks"
+    return f"in steps of {2 * ladder[0]} tokens or more, in {count} of {ladder[0]} to {ladder[-1]} tokens"
+
+
+def covered_layers(model: torch.nn.Module, vllm: Vllm, compiled: bool) -> list[Any]:
+    """Return the row layers of a model that run with overlap."""
+    rows = (module for module in model.modules() if is_row_layer(module))
+    return [layer for layer in rows if (vllm.uncovered(layer) or _untraced(layer, compiled)) is None]
+
+
+def sums_of(layers: Iterable[Any]) -> list[Sum]:
+    """Return what row layers have the ranks sum, each once."""
+    return list(
+        dict.fromkeys(Sum(each.input_size_per_partition, each.output_size, each.params_dtype) for each in layers)
+    )
 
 
 def most_tokens(config: Any) -> int:

@@ -86,7 +86,7 @@ def saved_model(family, folder):
 
 @contextmanager
 def engine(family, folder, **options):
-    """Give vLLM with a model of the family on two ranks; it has ended, on both of them, once this context is left.
+    """Give vLLM with a model of the family on two ranks, or more; it has ended, on all of them, once this is left.
 
     An engine of an external launcher owns the process's groups: it destroys them whenever Python collects it, also
     those of the next engine. So it is ended here, and the next one has another store, which no rank takes for the last.
@@ -116,8 +116,9 @@ def engine(family, folder, **options):
 
 
 def meet(folder):
-    """Wait for the other rank, and take the port of the next store from rank 0."""
-    met = [Path(folder) / f"{os.environ['PAIR']}-{os.environ['MASTER_PORT']}-{rank}" for rank in (0, 1)]
+    """Wait for the other ranks, and take the port of the next store from rank 0."""
+    ranks, name = range(int(os.environ["WORLD_SIZE"])), f"{os.environ['PAIR']}-{os.environ['MASTER_PORT']}"
+    met = [Path(folder) / f"{name}-{rank}" for rank in ranks]
     own = met[int(os.environ["RANK"])]
     own.with_suffix(".part").write_text(str(free_port()))
     own.with_suffix(".part").rename(own)

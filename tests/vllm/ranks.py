@@ -1,4 +1,4 @@
-"""Run a function of a test on two ranks that hold vLLM in their own process: an external launcher, as vLLM says.
+"""Run a function of a test on ranks that hold vLLM in their own process: an external launcher, as vLLM says.
 
 ``python ranks.py FILE FUNCTION FOLDER`` is a rank. vLLM's own executor would start four processes, which all import it.
 """
@@ -39,20 +39,25 @@ def environment(**variables):
 
 
 def on_two_ranks(function, folder, **variables):
-    """Return what ``function(folder)``, of a test file, returns on each of two ranks, and rank 0's log.
+    """Return what ``function(folder)``, of a test file, returns on each of two ranks, and rank 0's log."""
+    return on_ranks(2, function, folder, **variables)
+
+
+def on_ranks(count, function, folder, **variables):
+    """Return what ``function(folder)``, of a test file, returns on each of so many ranks, and rank 0's log.
 
     The ranks write to files: one that writes more than a pipe holds would wait for a reader, and its peer for it.
     """
     module = sys.modules[function.__module__].__file__
-    logs = [Path(folder) / f"{function.__name__}-{rank}.log" for rank in (0, 1)]
+    logs = [Path(folder) / f"{function.__name__}-{rank}.log" for rank in range(count)]
     command = [sys.executable, __file__, module, function.__name__, str(folder)]
     running, port, pair = [], free_port(), uuid.uuid4().hex
     for rank, log in enumerate(logs):
         env = environment(
             RANK=rank,
             LOCAL_RANK=rank,
-            WORLD_SIZE=2,
-            LOCAL_WORLD_SIZE=2,
+            WORLD_SIZE=count,
+            LOCAL_WORLD_SIZE=count,
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
             PAIR=pair,
@@ -64,8 +69,15 @@ def on_two_ranks(function, folder, **variables):
     codes = ended(running, LIMIT)
     texts = [log.read_text() for log in logs]
     results = [line[7:] for text in texts for line in text.splitlines() if line.startswith("RESULT ")]
-    assert len(results) == 2, f"exit codes {codes}\n{texts[0][-4000:]}{texts[1][-4000:]}"
+    tails = "".join(text[-4000:] for text in texts)
+    assert len(results) == count, f"exit codes {codes}\n{tails}"
     return [json.loads(result) for result in results], texts[0]
+
+
+def collected(request, name, known):
+    """Return the values of a parameter that the tests of this file to run have, or else all that are known."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params)) or [*known]
 
 
 def started(command, env, log):
@@ -104,5 +116,5 @@ if __name__ == "__main__":
     spec.loader.exec_module(functions)
     print("RESULT " + json.dumps(getattr(functions, name)(folder)), flush=True)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the other rank needs this one's store
+        torch.distributed.barrier()  # the other ranks need this one's store
     os._exit(0)  # a server's threads may wait for each other

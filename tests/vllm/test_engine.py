@@ -17,7 +17,7 @@ def served(folder, options, **variables):
     given = {"family": "llama", "folder": str(folder), "prompts": LENGTHS, **options}
     log = Path(folder) / "served.log"
     with log.open("w") as file:
-        env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", **variables)
+        env = environment(**{"VLLM_CPU_OMP_THREADS_BIND": "0|1", **variables})
         codes = ended([started([sys.executable, str(GENERATE), json.dumps(given)], env, file)], LIMIT)
     text = log.read_text()
     lines = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
@@ -75,6 +75,7 @@ def test_an_exported_variable_is_enough_in_every_worker(results):
     assert log.count("vllm: overlap covers 4 of 4 row-parallel layers, in steps of 256 tokens or more") == 1
 
 
+@pytest.mark.promise("vllm-features")
 def test_chunked_prefill_and_prefix_caching(results):
     plain, ours, counts = results[1]["chunked prefill, prefix caching"]
     assert ours == plain and counts["region"]["chunks"] > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from generate import saved_model
-from ranks import on_two_ranks
+from ranks import collected, on_two_ranks
 
 LENGTHS = [900, 600, 90]
 
@@ -147,6 +147,7 @@ def measured(folder):
 
 # Speculation comes last: once its numba is imported, vLLM 0.32 cannot start another engine in the process.
 CASES = (with_adapters, quantised, reloaded, latent_attention, measured, speculative)
+LONGER = (latent_attention, speculative)
 
 
 def all_cases(folder):
@@ -155,17 +156,21 @@ def all_cases(folder):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
     for family in ("llama", "llama_drawn_anew", "deepseek_bf16"):
         saved_model(family, folder)
     for number in (1, 2):
         saved_adapter(folder, f"lora{number}", number)
     in_int8(folder)
-    return on_two_ranks(all_cases, folder, CASES=os.environ.get("CASES", ",".join(case.__name__ for case in CASES)))
+    wanted = collected(request, "case", [case.__name__ for case in CASES])
+    return on_two_ranks(all_cases, folder, CASES=",".join(wanted))
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+@pytest.mark.promise("vllm-features")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case.__name__, marks=pytest.mark.slow if case in LONGER else ()) for case in CASES]
+)
 def test_tokens_and_logprobs_are_those_of_vllm(case, results):
     first, second = (found[case] for found in results[0])
     assert first["ours"] == second["ours"] == first["plain"]

@@ -18,10 +18,14 @@ def config():
         yield
 
 
-def made(each):
-    """Return a module of the class with drawn weights."""
+def made(each, dtype=torch.float32):
+    """Return a module of the class with drawn weights, as of a model of this dtype."""
     kind = each.kind()
-    module = kind(FEATURES) if each in NORMS else kind()
+    torch.set_default_dtype(dtype)
+    try:
+        module = kind(FEATURES) if each in NORMS else kind()
+    finally:
+        torch.set_default_dtype(torch.float32)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module
@@ -39,7 +43,7 @@ CASES = [(each, residual) for each in (*NORMS, *ACTIVATIONS) for residual in (Fa
 def test_rows_do_not_know_of_each_other(each, residual, dtype):
     if each.kind() is None:
         pytest.skip("this vLLM has no such class")
-    module = made(each).to(dtype)
+    module = made(each, dtype)
     inputs = [torch.randn(300, FEATURES, dtype=dtype) for _ in range(1 + residual)]
     whole = listed(module(*(x.clone() for x in inputs)))
     for rows in (slice(0, 128), slice(128, 300), slice(7, 201)):

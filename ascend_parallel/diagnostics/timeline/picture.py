@@ -33,7 +33,7 @@ COLOURS = {
 }
 MEANING = {
     "matmul": "matmul",
-    "beside": "sum over ranks",
+    "beside": "other computation",
     "fused": "fused operator",
     "wait": "waits",
     "hidden": "communication beside a computation",

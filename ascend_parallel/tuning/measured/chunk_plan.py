@@ -57,7 +57,7 @@ class Entry:
         group; a single size means that the framework's own layer was. Of a head_exchange: heads of each group.
     serial, chosen
         Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an exchange, whose
-        run is "forward": of forward and backward.
+        run is "forward": of forward and backward. In vLLM of a whole step, in which all row layers are cut alike.
     """
 
     run: str

@@ -137,7 +137,7 @@ class Tuner:
                 return self._chunks(None, shape, group, cut=False)
             agree()
             _check_same_call(group, f"{shape}, {'with' if backward else 'without'} gradients")
-            plan = self._plan(group, shape.device)
+            plan = self.plan(group, shape.device)
             missing = [operator for operator in passes if plan.entry_of(operator) is None]
             if missing:
                 plan = plan.with_entries(
@@ -161,15 +161,16 @@ class Tuner:
 
     def exchange_entry(self, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
         """Return the entry of an exchange around parts, or None; every rank of `group` calls this alike."""
-        return self._plan(group, problem.device).entry_of(LayerOperator(FORWARD, problem))
+        return self.plan(group, problem.device).entry_of(LayerOperator(FORWARD, problem))
 
     def keep(self, entry: Entry, group: dist.ProcessGroup, device: str) -> None:
         """Add an entry to the plan of `group`, and with COC_TUNE to the file."""
-        self._plans[group] = self._plan(group, device).with_entries((entry,))
+        self._plans[group] = self.plan(group, device).with_entries((entry,))
         if self._measure and group.rank() == 0:
             self._save(self._plans[group])
 
-    def _plan(self, group: dist.ProcessGroup, device: str) -> Plan:
+    def plan(self, group: dist.ProcessGroup, device: str) -> Plan:
+        """Return the plan of a group; the first call reads the file, and every rank of `group` makes it."""
         if group not in self._plans:
             self._plans[group] = self._starting_plan(group, device)
         return self._plans[group]

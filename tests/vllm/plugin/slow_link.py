@@ -2,6 +2,11 @@
 
 
 def register():
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    import torch
+    from vllm.distributed.device_communicators import cpu_communicator
 
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    kind = cpu_communicator.CpuCommunicator
+    if hasattr(kind, "_all_group_ranks_share_shm_group_name"):
+        kind._all_group_ranks_share_shm_group_name = lambda self: False
+    else:  # vLLM 0.14 and before ask nobody
+        cpu_communicator._CPUSHMDistributed = lambda communicator: torch.distributed
