@@ -290,7 +290,7 @@ def _may_be_cut(coordinator: Any, x: torch.Tensor, vllm: Vllm) -> bool:
 
 def sum_of(layer: Any, x: torch.Tensor) -> Sum:
     """Return what a row layer has the ranks sum for an input x."""
-    return Sum(layer.input_size_per_partition, layer.output_size, x.dtype)
+    return Sum(x.shape[-1], layer.output_size, x.dtype)
 
 
 def row_kernel(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from ascend_parallel.patches.vllm import operators
+from ascend_parallel.patches.vllm.auto import Sum
 from ascend_parallel.patches.vllm.layers import Vllm, row_forward
 from ascend_parallel.settings import Settings
 
@@ -126,12 +127,12 @@ def test_the_operator_is_what_torch_asks_of_one(model):
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
 def test_nothing_is_cut_while_a_device_graph_is_captured(model, mode):
-    framework = Vllm(Settings(num_chunks=4), "0.32.0")
-    assert framework.covers(2048, "cpu")
+    framework, summed = Vllm(Settings(num_chunks=4), "0.32.0"), Sum(K, N, torch.float32)
+    assert framework.covers(2048, "cpu", summed)
     with context({}):
-        assert framework.covers(2048, "cpu")
+        assert framework.covers(2048, "cpu", summed)
     with context({}, mode):
-        assert not framework.covers(2048, "cpu")
+        assert not framework.covers(2048, "cpu", summed)
 
 
 def test_a_pass_that_fuses_all_reduces_keeps_them():
