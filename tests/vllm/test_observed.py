@@ -172,4 +172,4 @@ def test_a_plan_of_another_machine_is_refused(results):
 
 def test_rows_of_three_dimensions_are_left_to_vllm_and_this_is_said(results):
     assert all(found["of three"] == [True, {}] for found in results[1])
-    assert results[2].count("RowParallelLinear runs without overlap: its input has 3 dimensions") == 1
+    assert results[2].count("ascend_parallel: RowParallelLinear runs without overlap: its input has 3 dimensions") == 1
