@@ -27,17 +27,17 @@ from ascend_parallel.sharding.planner.elimination import AssignmentProblem
 
 @dataclass(frozen=True)
 class Optimum:
-    """The chosen options, their cost, and a lower bound of the cost of any options."""
+    """The chosen options (None: none was found), their cost, and a lower bound of the cost of any options."""
 
-    chosen: dict[str, int]
+    chosen: dict[str, int] | None
     cost: float
     bound: float
 
 
-def optimum(problem: AssignmentProblem, *, seconds: float = 60.0) -> Optimum:
-    """Return the optimum of the integer program; `bound` is below `cost` if `seconds` were not enough to prove it.
+def optimum(problem: AssignmentProblem, *, nodes: int | None = None) -> Optimum:
+    """Return the optimum of the integer program; `bound` is below `cost` if `nodes` were not enough to prove it.
 
-    Raises `TimeoutError` if HiGHS found no solution.
+    nodes: of HiGHS's tree, at most. A limit in seconds would let the ranks of a job find different plans.
     """
     offset = dict(zip(problem.sizes, np.cumsum([0, *problem.sizes.values()]), strict=False))
     options = sum(problem.sizes.values())
@@ -73,10 +73,12 @@ def optimum(problem: AssignmentProblem, *, seconds: float = 60.0) -> Optimum:
         constraints=LinearConstraint(matrix, right, right),
         bounds=Bounds(0, possible.astype(float)),
         integrality=np.concatenate([np.ones(options), np.zeros(column - options)]),
-        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, **({} if nodes is None else {"node_limit": nodes})},
     )
-    if solution.x is None:
-        raise TimeoutError(f"HiGHS found nothing within {seconds:g} s for {options} options of {len(offset)} choices")
-    chosen = {name: int(np.argmax(solution.x[offset[name] :][:size])) for name, size in problem.sizes.items()}
     bound = solution.fun if solution.mip_dual_bound is None else solution.mip_dual_bound
-    return Optimum(chosen, problem.cost(chosen), min(float(bound) * scale, problem.cost(chosen)))
+    least = -float("inf") if bound is None else float(bound) * scale
+    if solution.x is None:
+        return Optimum(None, float("inf"), least)
+    chosen = {name: int(np.argmax(solution.x[offset[name] :][:size])) for name, size in problem.sizes.items()}
+    cost = problem.cost(chosen)
+    return Optimum(chosen, cost, min(least, cost))

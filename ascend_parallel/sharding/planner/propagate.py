@@ -114,9 +114,11 @@ def propagate(
     shared
         Tables that other propagations use too: what they have in common is computed once.
 
-    Raises `StrategyError` for an invalid strategy, `ValueError` for a graph that contains collectives,
-    `MemoryLimitError` if no plan found keeps the limit, and `TimeoutError` if the graph is too entangled for
-    elimination and HiGHS finds no solution within a minute.
+    A search that comes to its limit of work returns the best plan so far, with its `bound`, and logs a warning; the
+    limit is a count, no time, so all ranks return the same plan.
+
+    Raises `StrategyError` for an invalid strategy, `ValueError` for a graph that contains collectives, and
+    `MemoryLimitError` if no plan found keeps the limit.
     """
     if not isinstance(graph, Graph) or not isinstance(mesh, ProcessMesh):
         kinds = f"{type(graph).__name__} and {type(mesh).__name__}"
@@ -164,9 +166,17 @@ def propagate(
     )
     with collector_paused():
         plan = plan_under_backward(search) if search.overlaps else search.plan()
-    if memory_limit is None or plan.memory().total <= memory_limit:
-        return slice_replicated(plan)
-    return slice_replicated(_within(search, memory_limit))
+    if memory_limit is not None and plan.memory().total > memory_limit:
+        plan = _within(search, memory_limit)
+    if search.stopped and plan.bound is not None:
+        log.warning(
+            "the search for layouts came to its limit of work: its best plan takes %s ms, and no plan takes less "
+            "than %s ms (%s less)",
+            f"{1e3 * plan.cost:.4g}",
+            f"{1e3 * plan.bound:.4g}",
+            f"{1 - plan.bound / plan.cost:.1%}",
+        )
+    return slice_replicated(plan)
 
 
 def overlap_settings(overlap: bool | None = None, settings: Settings | None = None) -> Settings | None:

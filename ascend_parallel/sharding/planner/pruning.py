@@ -4,6 +4,12 @@ Where many choices read the same tensors (the steps of a scan), the tables of th
 options, and are small for the few that can be in a best solution. Sequential tree-reweighted message passing (TRW-S;
 Kolmogorov 2006, doi:10.1109/TPAMI.2006.200) gives a lower bound of all solutions, and for each option how much the
 bound grows with it. An option whose bound is above the cost of a known solution is in no better one.
+
+The better the known solution, the more options go. A few options of each choice beside the chosen ones are a problem
+of its own, which elimination solves, and its solution is at least as good (fusion moves; Lempitsky and others 2010,
+doi:10.1109/TPAMI.2009.143).
+
+The work is limited by counts, never by a clock: all ranks of a job, however busy their machines, find the same plan.
 """
 
 from __future__ import annotations
@@ -17,14 +23,22 @@ import numpy.typing as npt
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem, Costs, TooWideError, solve
 from ascend_parallel.sharding.planner.integer_program import optimum
 
-# Rounds of messages at most, and between two attempts to find a solution and to remove options.
-ROUNDS, EVERY = 60, 5
-# Options of each choice among which a solution is looked for: as many of these as `SMALL` sums allow, or one.
+# Rounds of messages at most, and between two attempts to find a better solution and to remove options.
+ROUNDS, EVERY = 200, 5
+# Numbers that all messages may read, about a second for 100 million: few rounds for a large problem.
+MOST_READ = 2_500_000_000
+# Of the difference between solution and bound: what must be gained from one attempt to the next to go on.
+GAIN = 1e-3
+# Options of each choice among which a solution is looked for: as many of these as `ATTEMPT` sums allow, or one.
 TRIED = (4, 3, 2)
+# Options of a choice that are tried beside the chosen one, and how many at a time.
+BESIDE, AT_A_TIME = 24, 3
+# Costs between options up to which the rest goes to HiGHS, and the nodes of its tree: some seconds.
+MOST_LEFT, MOST_NODES = 10_000, 1
 # Of the costs: differences below this are rounding.
 ROUNDING = 1e-9
-# Sums for which the remaining problem is eliminated at once.
-SMALL = 30_000_000
+# Sums for which the remaining problem is eliminated at once, and those for an attempt to find a better solution.
+SMALL, ATTEMPT = 30_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,19 +56,19 @@ class PartialSolution:
 
 
 def solved_by_pruning(problem: AssignmentProblem) -> PartialSolution:
-    """Return the best solution, or one with a lower bound: what pruning leaves open goes to HiGHS.
+    """Return the best solution, or the best that the limits of work allow, with a lower bound of all.
 
-    Raises `TimeoutError` if neither finds a solution.
+    What pruning leaves open goes to HiGHS if it is small.
     """
     found = pruned(problem)
-    if found.bound == found.cost:
+    left = restricted(problem, found.options)
+    size = sum(costs.size for costs in left.pairs.values())
+    if found.bound == found.cost or size > MOST_LEFT:
         return found
-    try:
-        rest = optimum(restricted(problem, found.options))
-    except TimeoutError:
-        return found
-    chosen = {name: int(found.options[name][place]) for name, place in rest.chosen.items()}
-    best, cost = min((dict(found.chosen), found.cost), (chosen, rest.cost), key=lambda pair: pair[1])
+    rest = optimum(left, nodes=MOST_NODES)
+    best, cost = dict(found.chosen), found.cost
+    if rest.chosen and rest.cost < cost:
+        best, cost = {name: int(found.options[name][place]) for name, place in rest.chosen.items()}, rest.cost
     return replace(found, chosen=best, cost=cost, bound=min(cost, max(found.bound, rest.bound)))
 
 
@@ -62,16 +76,22 @@ def pruned(problem: AssignmentProblem) -> PartialSolution:
     """Return the best solution that was found, and what may be better."""
     problem, remaining = _finite(problem), {name: np.arange(size) for name, size in problem.sizes.items()}
     chosen, cost, bound = dict[str, int](), float("inf"), -float("inf")
-    messages = _Messages(problem)
+    messages, read, before = _Messages(problem), 0, float("inf")
+    next_, pause = 0, EVERY
     for round_ in range(1, ROUNDS + 1):
         messages.forward()
         bound = max(bound, messages.backward())
-        if round_ % EVERY:
+        read += messages.size
+        if round_ % EVERY and read <= MOST_READ:
             continue
         excess = messages.excess()
         found = _near_solution(problem, remaining, excess)
         if found[1] < cost:
             chosen, cost = found
+        if round_ >= next_:  # where nothing is gained, later and later
+            better = _improved(problem, remaining, chosen, cost, excess)
+            pause = EVERY if better[1] < cost else 2 * pause
+            (chosen, cost), next_ = better, round_ + pause
         slack = ROUNDING * abs(cost)
         if cost <= bound + slack:
             return PartialSolution(chosen, cost, cost, remaining)
@@ -81,6 +101,10 @@ def pruned(problem: AssignmentProblem) -> PartialSolution:
         try:
             exact = _solution(problem, remaining, {}, SMALL)
         except TooWideError:
+            open_ = cost - bound
+            if read > MOST_READ or open_ > before * (1 - GAIN):
+                break
+            before = open_
             continue
         chosen, cost = min((chosen, cost), exact, key=lambda pair: pair[1])
         return PartialSolution(chosen, cost, cost, remaining)
@@ -120,10 +144,49 @@ def _near_solution(
     order = {name: np.argsort(excess[name], kind="stable") for name in remaining}
     for tried in TRIED:
         try:
-            return _solution(problem, remaining, {name: np.sort(near[:tried]) for name, near in order.items()}, SMALL)
+            return _solution(problem, remaining, {name: np.sort(near[:tried]) for name, near in order.items()}, ATTEMPT)
         except TooWideError:
             continue
     return _solution(problem, remaining, {name: near[:1] for name, near in order.items()})
+
+
+def _improved(
+    problem: AssignmentProblem,
+    remaining: Mapping[str, npt.NDArray[np.int64]],
+    chosen: dict[str, int],
+    cost: float,
+    excess: Mapping[str, Costs],
+) -> tuple[dict[str, int], float]:
+    """Return a solution at least as good: for each choice some more options are tried beside the chosen one.
+
+    First those of least excess, then those that cost least beside what the other choices have chosen.
+    """
+    for by_excess in (True, False):
+        for start in range(0, BESIDE, AT_A_TIME):
+            near = excess if by_excess else _beside(problem, remaining, chosen)
+            places = {name: np.argsort(near[name], kind="stable")[start : start + AT_A_TIME] for name in remaining}
+            tried = {
+                name: np.union1d(of_name[places[name]], [chosen[name]]).astype(np.int64)
+                for name, of_name in remaining.items()
+            }
+            try:
+                found = _solution(problem, tried, {}, ATTEMPT)
+            except TooWideError:
+                return chosen, cost
+            if found[1] < cost:
+                chosen, cost = found
+    return chosen, cost
+
+
+def _beside(
+    problem: AssignmentProblem, remaining: Mapping[str, npt.NDArray[np.int64]], chosen: Mapping[str, int]
+) -> dict[str, Costs]:
+    """Return what each remaining option costs beside the chosen options of the other choices."""
+    costs = {name: own.copy() for name, own in problem.own.items()}
+    for (first, second), pair in problem.pairs.items():
+        costs[first] += pair[:, chosen[second]]
+        costs[second] += pair[chosen[first]]
+    return {name: costs[name][options] for name, options in remaining.items()}
 
 
 def _solution(
@@ -159,6 +222,11 @@ class _Messages:
         self._sent = {(a, b): np.zeros(sizes[b]) for a, b in self._pairs}
         self._sent |= {(b, a): np.zeros(sizes[a]) for a, b in self._pairs}
         self._excess = [own - own.min() for own in self._own]
+
+    @property
+    def size(self) -> int:
+        """The costs that a round reads."""
+        return sum(costs.size for costs in self._pairs.values())
 
     def forward(self) -> None:
         """Send along the order; note each option's excess over the best of its choice."""

@@ -81,6 +81,8 @@ def _shards(option: Option) -> bool:
 TIE_BREAK = 1e-21
 # An operator without gradient is worth a choice if it takes more than these seconds whole.
 WORTH_SHARDING = 1e-4
+# Of the cost: a lower bound that is less below it proves it.
+PROVEN = 1e-9
 # The dimension of the inputs that is the sequence, after the batch.
 SEQUENCE = 1
 
@@ -95,6 +97,7 @@ class Search:
     overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
     "time"); None: each collective costs its full time.
     shared: tables of other searches too.
+    stopped: whether the search for the best choices of a problem has come to its limit of work.
     """
 
     graph: Graph
@@ -112,6 +115,7 @@ class Search:
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
     overlap: Settings | None = None
     shared: SharedTables = field(default_factory=SharedTables)
+    stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
@@ -233,6 +237,7 @@ class Search:
             return chosen, problem.cost(chosen)
         except TooWideError:
             found = solved_by_pruning(problem)
+            self.stopped |= found.bound < found.cost * (1 - PROVEN)
             return dict(found.chosen), found.bound
 
     @property
@@ -250,12 +255,15 @@ class Search:
         for name, index in readers:
             yield source, name, held, self._interned.inputs(self._known[name], index)
 
-    def plan(self) -> ShardingPlan:
-        """Return the plan of the best choices, with sums of gradients that cost their full time."""
-        problem = self.problem()
+    def plan(self, problem: AssignmentProblem | None = None) -> ShardingPlan:
+        """Return the plan of the best choices, with sums of gradients that cost their full time.
+
+        problem: that of other costs. Default: the search's own.
+        """
+        problem = self.problem() if problem is None else problem
         chosen, bound = self.solved(problem)
         cost = problem.cost(chosen)
-        return self.plan_of(problem, chosen, None if cost <= bound * (1 + 1e-9) else bound)
+        return self.plan_of(problem, chosen, None if cost <= bound * (1 + PROVEN) else bound)
 
     def plan_of(
         self, problem: AssignmentProblem, chosen: Mapping[str, int], bound: float | None = None

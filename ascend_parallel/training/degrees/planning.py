@@ -60,8 +60,7 @@ class Planner:
             if node.kind == PARAMETER and Value(node.name) in search.differentiable:
                 sizes = [node.outputs[0].local_bytes(layout, shape) for layout in search.produced(Value(node.name))]
                 problem.own[node.name] = base.own[node.name] + [costs.seconds(ALL_REDUCE, size, 0) for size in sizes]
-        chosen, _ = search.solved(problem)
-        return slice_replicated(search.plan_of(problem, chosen))
+        return slice_replicated(search.plan(problem))
 
     def _problem_of(self, rows: int, tp: int, ep: int, cp: int) -> tuple[Search, AssignmentProblem]:
         around = {name: size for name, size in ((EXPERTS, ep), (SEQUENCE, cp)) if size > 1}
