@@ -156,7 +156,7 @@ def damaged_manifest(folder, draw):
     changed = values_damaged(told, draw)
     if isinstance(changed, dict) and draw.random() < 0.8:
         with contextlib.suppress(ValueError):  # a number of more digits than Python writes
-            changed["digest"] = folders._digest(changed)
+            changed["digest"] = folders.digest_of(changed)
     path.write_text(json.dumps(changed))
     return lambda: load_and_compare(path.parent), path.parent, CheckpointError
 

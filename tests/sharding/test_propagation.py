@@ -16,7 +16,7 @@ from ascend_parallel.sharding.layout import REPLICATE, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.integer_program import optimum
 from ascend_parallel.sharding.planner.operator_strategy import StrategyError, named_nodes, strategy
-from ascend_parallel.sharding.planner.propagate import MemoryLimitError, _read, propagate
+from ascend_parallel.sharding.planner.propagate import MemoryLimitError, propagate
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -162,6 +162,11 @@ CONFIGURED = {
 }
 
 
+def written_for(strategies, on):
+    """Return the strategies as an operator's, by pattern."""
+    return {pattern: strategy(*written, on.sizes) for pattern, written in strategies.items()}
+
+
 def breadth_first(problem, start):
     """Propagate as MindSpore does: outward from `start`, each choice by its own cost and the edge to it."""
     near = {name: [] for name in problem.sizes}
@@ -201,7 +206,7 @@ def test_no_plan_costs_less(name, sizes, objective):
     """HiGHS solves the same problem as an integer program; breadth-first propagation never does better."""
     on = mesh(**sizes)
     strategies = CONFIGURED[name] if objective == "redistribution" else {}
-    search = Search(graph_of(name), on, _read(strategies, on), objective, "910b", MeshCosts.of(on, "910b"))
+    search = Search(graph_of(name), on, written_for(strategies, on), objective, "910b", MeshCosts.of(on, "910b"))
     problem, plan = search.problem(), search.plan()
     assert plan.bound is None
     solution = optimum(problem)
@@ -252,7 +257,9 @@ def test_a_data_dimension_cuts_the_batch_and_no_parameter():
 def test_the_price_of_memory_is_on_what_the_plan_counts(name):
     """Otherwise the bound of a limited plan would prove nothing."""
     on = mesh(dp=2, mp=2)
-    search = Search(graph_of(name), on, _read(CONFIGURED[name], on), "redistribution", "910b", MeshCosts.of(on, "910b"))
+    search = Search(
+        graph_of(name), on, written_for(CONFIGURED[name], on), "redistribution", "910b", MeshCosts.of(on, "910b")
+    )
     problem = search.problem()
     chosen, _ = search.solved(problem)
     held = sum(search.bytes_held(node)[chosen[node.name]] for node in search.graph.nodes.values())

@@ -33,7 +33,7 @@ def rewritten(checkpoint, change):
     content.pop("digest")
     content = change(content) or content
     path.write_text(
-        json.dumps({**content, "digest": folders._digest(content)} if isinstance(content, dict) else content)
+        json.dumps({**content, "digest": folders.digest_of(content)} if isinstance(content, dict) else content)
     )
 
 

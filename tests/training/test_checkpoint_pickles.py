@@ -42,7 +42,7 @@ def signed(checkpoint):
     content = json.loads(path.read_text())
     content.pop("digest")
     content["files"][".metadata"] = list(folders.checksum(checkpoint / ".metadata"))
-    path.write_text(json.dumps({**content, "digest": folders._digest(content)}))
+    path.write_text(json.dumps({**content, "digest": folders.digest_of(content)}))
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def complete(
     refuse(lost, f"{saving} is not a file system that all ranks share; not there as written")
     content = {"format": FORMAT, **about, "files": written}
     with (saving / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump({**content, "digest": _digest(content)}, out, indent=1)
+        json.dump({**content, "digest": digest_of(content)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     _sync(saving)
@@ -179,7 +179,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or "digest" not in content:
         raise CheckpointError(f"{path} is damaged: it is no table with a digest")
     digest = content.pop("digest")
-    if digest != _digest(content):
+    if digest != digest_of(content):
         raise CheckpointError(f"{path} is damaged: its checksum differs")
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {content.get('format')!r}, this version reads {FORMAT!r}")
@@ -255,7 +255,8 @@ def checksum(path: Path) -> tuple[int, str]:
     return size, sha.hexdigest()
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Return the digest of an index's content, which stands beside it in the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

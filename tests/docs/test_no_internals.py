@@ -1,0 +1,152 @@
+"""Tests read no internals: private names of the product, and functions rebound in it, are those listed here."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PRODUCT = "ascend_parallel"
+
+# By the name without `ascend_parallel.`, why a test still reads or rebinds it. No new line without a reason of its own.
+CACHE = "what a process decided once; a process of tests runs many cases, each of which decides anew"
+PLANTED = "a fault or a bound is planted where no input can make one"
+SEEN = "what was asked for is noted on its way; the results alone do not show it"
+MACHINE = "stands for a machine that is not here"
+PART = "a part whose own property is tested: a bound, a table, a list of candidates"
+REMAINS = {
+    "_MODULES": PART,  # the names that the package loads late, held against its modules
+    "_NAMES": PART,
+    "cli.report.command._run": PART,
+    "cli.timeline._table": PART,
+    "diagnostics.timeline.merge.columns": PLANTED,
+    "diagnostics.verify.BLOCK": PLANTED,
+    "ops.__path__": MACHINE,
+    "ops.bits._PROBED": CACHE,
+    "ops.bits._candidates": PART,
+    "ops.bits.same_bits": SEEN,
+    "ops.collectives._reduce_scatter": MACHINE,
+    "ops.elementwise.ELEMENTWISE.follow": PLANTED,
+    "ops.npu._HCCL_NAMES": CACHE,
+    "ops.npu.arguments": SEEN,
+    "ops.npu.soc_name": MACHINE,
+    "ops.operators._CHOICES": CACHE,
+    "ops.operators.kernel_of": SEEN,
+    "ops.operators.problem_of": MACHINE,
+    "ops.pending.Pending.wait_for": SEEN,
+    "ops.registry._cached_choice": CACHE,
+    "ops.shm.PIECE_BYTES": PLANTED,
+    "ops.shm._SHARED": CACHE,
+    "ops.shm_extension.__file__": MACHINE,
+    "ops.tree.all_gather_single": SEEN,
+    "overlap.quantised._log_dequantised": CACHE,
+    "patches.mindspeed.layernorm_column.column_linear": SEEN,
+    "patches.region_choice.MOST_WAITING": PLANTED,
+    "patches.symm_mem.inductor._allowed": PART,
+    "sharding.planner.pruning._Messages": PART,
+    "sharding.planner.pruning.ATTEMPT": PLANTED,
+    "sharding.planner.pruning.ROUNDS": PLANTED,
+    "sharding.planner.pruning.SMALL": PLANTED,
+    "sharding.planner.pruning.optimum": SEEN,
+    "sharding.redistribute.collectives.CoalescedCollective.wait": SEEN,
+    "sharding.redistribute.collectives.Request.start": SEEN,
+    "sharding.rules.experts._operator": PART,
+    "sharding.rules.registry.ENTRIES": PLANTED,
+    "sharding.runtime.overlapped_linear._tuner": CACHE,
+    "sharding.tracing.function_calls.detached": PLANTED,
+    "sharding.tracing.same_blocks.ForwardNotes.repeatable_blocks": SEEN,
+    "training.checkpoint.loading.verify": SEEN,
+    "training.checkpoint.lock.BEAT": PLANTED,
+    "training.checkpoint.lock.STILL": PLANTED,
+    "training.checkpoint.lock._place": PLANTED,
+    "training.checkpoint.storage.complete": PLANTED,
+    "training.confirm_degrees.trace_with_loss": SEEN,
+    "training.degrees.report._table": PART,
+    "training.degrees.search._Search": PART,
+    "tuning.launch.link.missing_right": MACHINE,
+    "tuning.launch.user_namespaces.HOLDER": PLANTED,
+    "tuning.measured.part_groups.time": SEEN,
+    "tuning.measured.pass_times.TimedLinear.time_sizes": PLANTED,
+    "tuning.measured.tuner.Tuner.chunks_for": SEEN,
+    "tuning.measured.tuner.cached_plan": PLANTED,
+}
+
+
+def internals(code: str) -> set[str]:
+    """Return the private names of the product that a file of tests reads, and the names of it that the file sets."""
+    tree = ast.parse(code)
+    known = dict(_imported(tree))
+    found = {private for name in known.values() if (private := _private(name))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := _name(node, known)):
+            stored, private = isinstance(node.ctx, ast.Store | ast.Del), _private(name)
+            found |= {private or name} if stored or private else set()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            found |= set(_rebound(node.args, known))
+    return {name.removeprefix(f"{PRODUCT}.") for name in found}
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.split(".")[0] == PRODUCT:
+                    yield each.asname or PRODUCT, each.name if each.asname else PRODUCT
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PRODUCT:
+            for each in node.names:
+                yield each.asname or each.name, f"{node.module}.{each.name}"
+
+
+def _name(node: ast.expr, known: dict[str, str]) -> str | None:
+    """Return the product's name that an expression is, or None."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := _name(node.value, known)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def _private(name: str) -> str | None:
+    """Return the name up to its first private part, or None."""
+    parts = name.split(".")
+    places = (place for place, part in enumerate(parts) if part.startswith("_") and not part.startswith("__"))
+    return next((".".join(parts[: place + 1]) for place in places), None)
+
+
+def _rebound(arguments: list[ast.expr], known: dict[str, str]) -> Iterator[str]:
+    """Yield the product's name that `monkeypatch.setattr` or `setattr` sets."""
+    match arguments:
+        case [ast.Constant(value=str(path)), _] if path.startswith(f"{PRODUCT}."):
+            yield path
+        case [target, ast.Constant(value=str(attribute)), _] if owner := _name(target, known):
+            yield f"{owner}.{attribute}"
+
+
+def test_tests_read_no_internals_but_those_that_are_listed():
+    found: dict[str, set[str]] = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        for name in internals(path.read_text()):
+            found.setdefault(name, set()).add(str(path.relative_to(TESTS)))
+    assert {name: sorted(files) for name, files in found.items() if name not in REMAINS} == {}
+    assert sorted(set(REMAINS) - set(found)) == [], "no test needs these any more: take them from the list"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ascend_parallel.ops.bits import _new",
+        "from ascend_parallel.ops import bits\nbits._new.clear()",
+        "import ascend_parallel.ops.bits as b\nb._new = 1",
+        "import ascend_parallel\nascend_parallel.ops.bits._new",
+        "from ascend_parallel.ops import bits\nmonkeypatch.setattr(bits, '_new', 1)",
+        "monkeypatch.setattr('ascend_parallel.ops.bits._new', 1)",
+    ],
+)
+def test_each_way_to_reach_an_internal_is_found(code):
+    assert internals(code) == {"ops.bits._new"}
+
+
+def test_public_names_and_tests_own_are_none():
+    code = "from ascend_parallel.ops import bits\nbits.public(1)\nself._own = 1\nmonkeypatch.setattr(other, 'x', 1)"
+    assert internals(code) == set()
