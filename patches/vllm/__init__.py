@@ -5,6 +5,7 @@ row_wise   the modules that work row by row, which run on the rows that have arr
 chunks     the chunks of a number of tokens
 bits       from how many rows on the model's matmuls give a row the same bits
 auto       how many chunks, from dummy steps that are timed
+fused      a row layer as one operator of torch_npu, with USE_COC_FUSED_KERNEL=1
 operators  a row layer as one operator of compiled graphs
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 """

@@ -31,7 +31,8 @@ from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.vllm.auto import MeasuredCounts, PlannedCounts, Sum
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
-from ascend_parallel.patches.vllm.operators import is_captured, traced
+from ascend_parallel.patches.vllm.fused import fused_weight
+from ascend_parallel.patches.vllm.operators import is_captured, output_of, traced
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan
 
@@ -72,12 +73,11 @@ class Vllm(Framework):
         self.tried: int | None = None  # the count of chunks of a dummy step
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
-    @property
-    def without_effect(self) -> list[str]:
-        """The variables that are set and act on no layer of vLLM."""
+    def without_effect(self, device: str) -> list[str]:
+        """Return the variables that are set and act on no layer of vLLM on devices of this type."""
         asked = self.asked
         named = {
-            "USE_COC_FUSED_KERNEL": asked.fused,
+            "USE_COC_FUSED_KERNEL": asked.fused and device != "npu",
             "customized_coc": asked.customized_coc,
         }
         return [name for name, value in named.items() if value]
@@ -189,6 +189,13 @@ class Vllm(Framework):
         """Return the allowed rows of a chunk."""
         return ladder_of(device, self.least_rows)
 
+    def fused_weight(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight [N, K / R] of a call that runs as one operator of torch_npu, or None."""
+        weight, reason = fused_weight(layer, x, self.group_of(layer), self.settings)
+        if reason:
+            self.note(f"USE_COC_FUSED_KERNEL=1: {type(layer).__name__} is not fused: {reason}")
+        return weight
+
     def weight_of(self, layer: Any, x: torch.Tensor) -> tuple[ModuleWeight, torch.Tensor]:
         """Return what multiplies in a row layer, and a tensor [N, K] without memory that has its shape and dtype."""
         known = self._weights.get(layer)
@@ -211,21 +218,25 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
             return original(self, input_) if y is None else _with_bias(self, y)
         if input_.shape[0] < LEAST_TOKENS:
             return original(self, input_)
-        if torch.is_grad_enabled() or not vllm.covers(input_.shape[0], input_.device.type, sum_of(self, input_)):
+        cut = vllm.covers(input_.shape[0], input_.device.type, sum_of(self, input_))
+        if torch.is_grad_enabled() or not (cut or vllm.settings.fused):
             return original(self, input_)
         reason = vllm.uncovered_call(self, input_)
         if reason is not None:
             vllm.log_uncovered(self, reason)
             return original(self, input_)
-        weight, like = vllm.weight_of(self, input_)
+        fused = vllm.fused_weight(self, input_) if vllm.settings.fused else None
+        if fused is None and not cut:
+            return original(self, input_)
+        weight, like = vllm.weight_of(self, input_) if fused is None else (None, fused)
         call = LinearCall(
             layer=self,
             kind="row",
             x=input_,
             weight=like,
-            bias=None,
+            bias=None if fused is None or self.skip_bias_add else self.bias,
             parameter=like,
-            original=lambda x: original(self, x),
+            original=lambda x: output_of(original(self, x)),
             module_weight=weight,
         )
         return _with_bias(self, run_linear(vllm, call))

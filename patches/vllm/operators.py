@@ -29,8 +29,7 @@ FUSING_PASSES = (
 
 def row_linear(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
     """Return the output [M, N] of the row layer of this name for x [M, K / R]; features: N."""
-    output = _context().no_compile_layers[layer].forward(x)
-    return finished(output[0] if isinstance(output, tuple) else output)
+    return finished(output_of(_context().no_compile_layers[layer].forward(x)))
 
 
 def _shaped(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
@@ -41,6 +40,12 @@ _library: Any = torch.library.Library("ascend_parallel", "FRAGMENT")  # type: ig
 _library.define(f"{NAME}(Tensor x, int features, str layer) -> Tensor")
 _library.impl(NAME, row_linear, "CompositeExplicitAutograd")
 torch.library.register_fake(f"ascend_parallel::{NAME}", _shaped, lib=_library)
+
+
+def output_of(returned: Any) -> torch.Tensor:
+    """Return the output of a row layer, which it returns alone or before a bias that its caller adds."""
+    output: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return output
 
 
 def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:

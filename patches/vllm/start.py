@@ -17,7 +17,7 @@ from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.region_choice import now
 from ascend_parallel.patches.vllm.auto import COUNTS, PlannedCounts, Sum, keep, known, measure, tried_tokens
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
-from ascend_parallel.patches.vllm.chunks import token_chunks
+from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, token_chunks
 from ascend_parallel.patches.vllm.layers import BY_ROWS, PARALLEL_STATE, Vllm
 from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names
 from ascend_parallel.tuning.measured.tuner import Tuner
@@ -84,8 +84,8 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     reasons = [vllm.uncovered(module) or _untraced(module, compiled) for module in rows]
     layers = covered_layers(model, vllm, compiled)
     others = [f"{count}: {reason}" for reason, count in Counter(filter(None, reasons)).items()]
-    if vllm.without_effect:
-        others.append(f"{', '.join(vllm.without_effect)} has no effect on vLLM's layers")
+    if names := vllm.without_effect(next(model.parameters()).device.type):
+        others.append(f"{', '.join(names)} has no effect on vLLM's layers")
     text = f"vllm: {'compiled: ' if compiled else ''}overlap covers {len(layers)} of {len(rows)} row-parallel layers"
     if compiled and layers:
         text += ", each alone, as one operator of the graphs (--enforce-eager leaves rows unfinished past the layers)"
@@ -95,6 +95,8 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     vllm.agree(group, device)
     multiplied = linear_layers(model) if vllm.leaves_rows else layers
     vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device)
+    if vllm.settings.fused and device.type == "npu":
+        text += f", fused from {LEAST_TOKENS} tokens on where torch_npu's operator can run; else"
     text += f", {chunks_in_words(vllm, sums_of(layers), device.type)}"
     return "; ".join([text, *others])
 
