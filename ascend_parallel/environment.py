@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ascend_parallel.settings import (
+    COMPILED,
     CONFIG_VARIABLE,
     KNOWN_VARIABLES,
     LOG_LEVELS,
@@ -151,6 +152,9 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if name == "region":
         require(variable, text, word.lower() in ("0", "1", "auto"), "0, 1 or auto")
         return "auto" if word.lower() == "auto" else word == "1"
+    if name == "compiled":
+        require(variable, text, word.lower() in COMPILED, "one of " + ", ".join(COMPILED))
+        return word.lower()
     if name == "frameworks":
         return tuple(dict.fromkeys(each.strip(BLANKS).lower() for each in text.split(",")))
     if name in ("plan", "tune", "timeline", "digests"):

@@ -21,6 +21,7 @@ from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTabl
 ORDERS = ("auto", "compute_first", "communicate_first")
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
+COMPILED = ("auto", "original", "overlap")
 FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem", "vllm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -40,6 +41,7 @@ VARIABLES = {
     "verify_every": "COC_VERIFY",
     "take_over": "COC_TAKE_OVER",
     "region": "COC_REGION",
+    "compiled": "COC_COMPILE",
     "frameworks": "COC_FRAMEWORKS",
     "split_weight_gradient": "COC_SPLIT_WEIGHT_GRADIENT",
     "log_level": "COC_LOG_LEVEL",
@@ -85,6 +87,10 @@ class Settings(OperatorSettings):
         where a training's first passes run faster so. None: in vLLM's prefill alone, which has no backward. COC_REGION.
     region_rows
         The least number of rows of a region's chunks, on average: splitting few rows costs more than it hides.
+    compiled
+        What runs in programs of torch.compile: "original": the framework's own layer, compiled; "overlap": the
+        overlapped layer between two graphs. "auto": "overlap" where the framework's own layer breaks the graph too
+        (Megatron-core), else "original". COC_COMPILE.
     frameworks
         The frameworks whose layers are patched; one that does not fit is an error. None: all that fit and are imported.
         COC_FRAMEWORKS.
@@ -113,6 +119,7 @@ class Settings(OperatorSettings):
     take_over: bool = False
     region: bool | str | None = None
     region_rows: int = 64
+    compiled: str = "auto"
     frameworks: tuple[str, ...] | None = None
     log_level: str | None = None
 
@@ -135,6 +142,7 @@ class Settings(OperatorSettings):
         named = self.frameworks
         known = named is None or (isinstance(named, tuple) and named and all(name in FRAMEWORKS for name in named))
         require("frameworks", named, bool(known), f"one or more of {', '.join(FRAMEWORKS)}")
+        require("compiled", self.compiled, self.compiled in COMPILED, "one of " + ", ".join(COMPILED))
         require("order", self.order, self.order in ORDERS, "one of " + ", ".join(ORDERS))
         error = self.verify_limit
         allowed = error is None or (type(error) in (int, float) and 0 <= error < 1)
@@ -150,6 +158,10 @@ class Settings(OperatorSettings):
     def tunes(self) -> bool:
         """Whether the chunks of matmuls are measured in the run: COC_TUNE or COC_PARALLEL_NUM=auto, in force."""
         return bool(self.tune or self.auto) and not self.fused and self.effective_mode == 2
+
+    def compiles_original(self, *, breaks_graphs: bool) -> bool:
+        """Tell whether torch.compile compiles a framework's own layers; breaks_graphs: these break its graph."""
+        return self.compiled == "original" or (self.compiled == "auto" and not breaks_graphs)
 
     @cached_property
     def for_operators(self) -> OperatorSettings:

@@ -9,9 +9,10 @@ backward and AdamW's step, fp32, 2 ranks. With "LoRA" the model is frozen, and e
 adapter of rank 16: of PEFT (transformers), by class (torch), or a wrapper as Megatron-Bridge's (megatron).
 
 The table has medians, and the ratio plain / variant, paired by round, with a bootstrap interval; "communication" is its
-share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "first step" includes auto's
-search for chunks. Steps in which COC_REGION=auto decides are not timed. Below the table stands what it decided, and for
-wrappers how much of the adapters' forward ran under their layers' collectives, from a timeline of one step.
+share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "compiled": torch.compile
+compiles each transformer layer, in both steps. "first step" includes auto's search for chunks. Steps in which
+COC_REGION=auto decides are not timed. Below the table stands what it decided, and for wrappers how much of the adapters'
+forward ran under their layers' collectives, from a timeline of one step.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ FRAMEWORKS = (
     "deepspeed",
     "megatron",
     "megatron, sequence parallel",
+    "megatron, compiled",
     "planned",
     "planned, sequence parallel",
     "transformers, LoRA",
@@ -169,7 +171,7 @@ def _step_of(name: str, job: dict[str, Any]) -> Step:
         return deepspeed_step(job)
     if framework == "megatron":
         adapt = bridge_adapters if lora else None
-        return gpt_step({**job, "seq": job["rows"]}, sequence_parallel, adapt=adapt)
+        return gpt_step({**job, "seq": job["rows"]}, sequence_parallel, adapt=adapt, compiled="compiled" in modes)
     if framework == "planned":
         return PlannedStep(job, sequence_parallel)
     return torch_step(job, sequence_parallel, adapt=class_adapters if lora else None)

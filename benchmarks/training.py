@@ -120,10 +120,14 @@ def _mode(mode: str, job: dict[str, Any]) -> dict[str, Any]:
     return {name: (first[name], times[name]) for name in runs}
 
 
-def gpt_step(job: dict[str, Any], sequence_parallel: bool, adapt: Adapt | None = None) -> Callable[[], None]:
-    """Return a training step of Megatron's GPT with the sizes of `job`."""
+def gpt_step(
+    job: dict[str, Any], sequence_parallel: bool, adapt: Adapt | None = None, *, compiled: bool = False
+) -> Callable[[], None]:
+    """Return a training step of Megatron's GPT with the sizes of `job`; compiled: each layer by torch.compile."""
     shape = {"num_layers": job["layers"], "hidden": job["hidden"], "heads": 12, "seq": job["seq"], "vocab": 8192}
     model = adapted(small_gpt(**shape, sequence_parallel=sequence_parallel), adapt)
+    for layer in model.decoder.layers if compiled else ():
+        layer.compile()
     optimizer = torch.optim.AdamW(trained(model), lr=1e-6)
     tokens = torch.randint(8192, (job["batch"], job["seq"] + 1), generator=torch.Generator().manual_seed(1))
 

@@ -214,6 +214,18 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x._plain() if isinstance(x, UnfinishedTensor) else x
 
 
+def _hide_from_compiler() -> None:
+    """Have torch.compile leave functions of unfinished tensors alone, which run between its graphs."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        code = vars(UnfinishedTensor)["__torch_dispatch__"].__func__.__code__
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+_hide_from_compiler()
+
+
 def _nothing(index: int) -> None:
     """Fill no rows."""
 

@@ -29,7 +29,7 @@ log = logging.getLogger("ascend_parallel")
 EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
 MEGATRON = megatron_core.seam(
     *megatron_embedding.ON_TOP,
-    megatron_experts.ON_TOP,
+    *megatron_experts.ON_TOP,
     megatron_context.ON_TOP,
     layernorm_column.ON_TOP,
     *EVERY_DEGREE,

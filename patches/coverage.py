@@ -18,6 +18,7 @@ from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base_forward import calls_forward_of
+from ascend_parallel.patches.compiled import COMPILED_AWAY, compiled_modules
 from ascend_parallel.settings import Settings, current_settings
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
@@ -97,10 +98,14 @@ def coverage(model: torch.nn.Module) -> Coverage:
     linear = [module for module in model.modules() if _is_linear(type(module)) and id(module) not in others]
     silent = [module for module in linear if _communicates_nothing(module)]
     linear = [module for module in linear if not _communicates_nothing(module)]
+    compiled = compiled_modules(model)
     experts = [module for module in model.modules() if hasattr(_forward(module), EXPERTS)]
-    uncovered = [getattr(_forward(module), EXPERTS).uncovered(module) for module in experts]
+    uncovered = [
+        getattr(_forward(module), EXPERTS).uncovered(module) or (COMPILED_AWAY if id(module) in compiled else None)
+        for module in experts
+    ]
     named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
-    counted = _counted([_uncovered(module) for module in linear])
+    counted = _counted([_uncovered(module, id(module) in compiled) for module in linear])
     return Coverage(**vars(counted), experts=_counted(named), adapters=len(adapters), silent=len(silent))
 
 
@@ -155,14 +160,17 @@ def _is_patched(kind: type) -> bool:
     return hasattr(getattr(vars(kind).get("forward"), "ascend_parallel", None), "uncovered")
 
 
-def _uncovered(module: Any) -> str | None:
-    """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
+def _uncovered(module: Any, compiled: bool) -> str | None:
+    """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason.
+
+    compiled: torch.compile compiles it, or a module that has it.
+    """
     forward = _forward(module)
     if hasattr(forward, "ascend_parallel"):
-        return _reason(module, forward)
+        return _reason(module, forward, compiled)
     if (base := next(filter(_is_patched, type(module).__mro__), None)) is not None:
         if calls_forward_of(type(module), base):
-            return _reason(module, vars(base)["forward"])
+            return _reason(module, vars(base)["forward"], compiled)
         return f"{type(module).__name__}: its own forward is overlapped only where it calls {base.__name__}'s forward"
     off = "" if current_settings().enabled else ", overlap is off: COC_PARALLEL_NUM=4 or auto switches it on"
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
@@ -173,10 +181,12 @@ def _uncovered(module: Any) -> str | None:
     return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework{off}"
 
 
-def _reason(module: Any, forward: Any) -> str | None:
+def _reason(module: Any, forward: Any, compiled: bool) -> str | None:
     """Return why a layer whose patched forward is called is not overlapped, or None."""
     patched, by = forward.ascend_parallel, getattr(forward, "uncovered", None)
     reason = patched.uncovered(module) if by is None else by(module, patched)
+    if reason is None and hasattr(patched, "compiled_away") and patched.compiled_away(module, compiled):
+        reason = COMPILED_AWAY
     return None if reason is None else f"{type(module).__name__}: {reason}"
 
 

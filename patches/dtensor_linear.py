@@ -10,9 +10,9 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
+from ascend_parallel.patches.compiled import at_tracing
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.dtensor_sums import install_refusals, remove_refusals
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
@@ -58,6 +59,11 @@ class InForce:
         self._digest.update(text.encode())
 
     @property
+    def between_graphs(self) -> bool:
+        """Whether layers that get their forward now are overlapped in compiled code."""
+        return self.framework is not None and not self.framework.compiles_original
+
+    @property
     def layers(self) -> str:
         """The number and a digest of the layers in the order of their installation."""
         return f"{self._count} ({self._digest.hexdigest()[:8]})"
@@ -67,17 +73,32 @@ class InForce:
         return self.framework is not None and self.framework.settings.arithmetic.sums_shared_rows
 
 
-def framework_of_call(in_force: InForce, module: Any) -> InstalledLayers | None:
+def framework_of_call(in_force: InForce, module: Any, note: Callable[[], None]) -> InstalledLayers | None:
     """Return the framework whose forward runs a call; None: the patch is not in force, or the call is being compiled.
 
-    A compiled call is a `DegreeError` with COC_DETERMINISTIC=tp.
+    A compiled call is an error with COC_DETERMINISTIC=tp and COC_STRICT=1, and otherwise noted by `note`, the module's
+    `compiled_note`.
     """
     framework = in_force.framework
     if framework is None or not torch.compiler.is_compiling():
         return framework
-    for refuse in framework.settings.arithmetic.tree_needs(framework.refuse_if_asked):
-        refuse(module, COMPILED)
+    if framework.settings.insists:
+        framework.refuse_if_asked(module, COMPILED)
+    note()
     return None
+
+
+def compiled_note(in_force: InForce, module: Any) -> Callable[[], None]:
+    """Return what notes, while torch.compile traces it, that the original of `module` is compiled."""
+    noted = ref(module)
+
+    @at_tracing
+    def note() -> None:
+        layer = noted()
+        if in_force.framework is not None and layer is not None:
+            in_force.framework.note_compiled(type(layer).__name__, layer)
+
+    return note
 
 
 class InstalledLayers(Framework):
@@ -179,6 +200,9 @@ class Installed:
     reason
         Why the layer is left as it is, known from the style and the module's class alone.
 
+    between_graphs
+        Whether it was installed to be overlapped in compiled code.
+
     What may differ between ranks, such as a mode, decides only what multiplies (`replaced`), never which collectives
     run (`left_alone`). A deep copy of a module shares it.
     """
@@ -187,6 +211,11 @@ class Installed:
     kind: str | None
     mesh: Any
     reason: str | None
+    between_graphs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note which calls are overlapped."""
+        object.__setattr__(self, "between_graphs", self.in_force.between_graphs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
         """Return itself: its mesh is the copy's, too."""
@@ -201,6 +230,11 @@ class Installed:
     def uncovered(self, module: Any) -> str | None:
         """Return the reason why the module is not overlapped on this rank, or None."""
         return self.left_alone(module) or self.replaced(module)
+
+    def compiled_away(self, module: Any, inside: bool) -> bool:
+        """Tell whether the original of the module is compiled, as `Framework.compiled_away` does."""
+        framework = self.in_force.framework
+        return framework is not None and not self.between_graphs and framework.compiled_away(module, inside)
 
     def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, the same on all ranks, or None."""

@@ -23,6 +23,7 @@ from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
+from ascend_parallel.patches.compiled import COMPILED_AWAY
 from ascend_parallel.patches.coverage import announce
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import refusal_of_plan, tuner_of
@@ -74,9 +75,12 @@ class Framework(ABC):
 
     by
         Whose the original layers are, in words.
+    breaks_graphs
+        Whether torch.compile breaks its graph at the original layers too.
     """
 
     by = "the framework's own"
+    breaks_graphs = False
 
     def __init__(self, settings: Settings) -> None:
         """Hold the settings of all patched layers."""
@@ -95,6 +99,8 @@ class Framework(ABC):
         self.notes_left_whole = self._tuner is not None and self.verifier is None and not settings.strict
         self._logged: set[str] = set()
         self.used = False  # whether a layer has been overlapped
+        self.compiles_original = settings.compiles_original(breaks_graphs=self.breaks_graphs)
+        self._compiled: WeakSet[Any] = WeakSet()  # layers that torch.compile has traced as the originals
 
     @abstractmethod
     def group_of(self, layer: Any) -> dist.ProcessGroup:
@@ -275,6 +281,18 @@ class Framework(ABC):
         self.settings.arithmetic.refuse(lambda: f"{described(layer)} cannot run in the tree: {reason}")
         if self.settings.strict and reason != ONE_RANK:
             raise UnmetRequestError(f"COC_STRICT=1: {type(layer).__name__} runs without overlap: {reason}")
+
+    def note_compiled(self, name: str, layer: Any = None) -> None:
+        """Note that torch.compile traces the original of a layer of the class `name`: log it once, on rank 0."""
+        if layer is not None:
+            self._compiled.add(layer)
+        self._log_once(
+            f"{name} runs without overlap: {COMPILED_AWAY}", here=not dist.is_initialized() or dist.get_rank() == 0
+        )
+
+    def compiled_away(self, layer: Any, inside: bool) -> bool:
+        """Tell whether the original of `layer` is compiled; inside: torch.compile compiles a module that has it."""
+        return layer in self._compiled or (self.compiles_original and inside)
 
     def note(self, text: str) -> None:
         """Log a text once, on rank 0."""

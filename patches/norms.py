@@ -20,7 +20,10 @@ InBlocks = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class BlockedForward:
-    """The forward of a norm; a deep copy of the module gets its own, with the copy's parameters.
+    """What the forward of a norm holds, which is its method; a deep copy of the module gets its own.
+
+    torch.compile takes another object for other code, and would compile each layer of a model anew; a method is known
+    by its function.
 
     run
         Called as ``run(module, own, args, kwargs)``, where `own` is the forward without this one.
@@ -36,7 +39,7 @@ class BlockedForward:
         """Return the forward of the module's copy."""
         return BlockedForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.run, self.active)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm."""
         own = self.own or type(self.module).forward.__get__(self.module)
         return self.run(self.module, own, args, kwargs) if self.active() else own(*args, **kwargs)
@@ -45,15 +48,15 @@ class BlockedForward:
 def install_norm(module: Any, run: InBlocks, active: Callable[[], bool]) -> None:
     """Put the forward on `module`, over its own, or have the one that is there run `run`; as of `BlockedForward`."""
     there = vars(module).get("forward")
-    if isinstance(there, BlockedForward):
-        there.run, there.active = run, active
+    if is_blocked(module):
+        there.__self__.run, there.__self__.active = run, active
     else:
-        module.forward = BlockedForward(module, there, run, active)
+        module.forward = BlockedForward(module, there, run, active).forward
 
 
 def is_blocked(module: Any) -> bool:
     """Tell whether the forward of a module is the installed one."""
-    return isinstance(vars(module).get("forward"), BlockedForward)
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), BlockedForward)
 
 
 def run_norm(

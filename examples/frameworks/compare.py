@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("transformers_tp", "torch_tp", "deepspeed_tp", "megatron_moe", "long_sequence")
+SCRIPTS = ("transformers_tp", "torch_tp", "deepspeed_tp", "megatron_moe", "megatron_compiled", "long_sequence")
 CHANGED = ("every cut changes the matmul's bits", "these chunks change the matmul's bits")  # in the log
 TIME_LIMIT = 600.0  # seconds of a run; DeepSpeed compiles its communication in its first
 

@@ -30,6 +30,7 @@ class DeepSpeed(Framework):
         """Hold the settings; ranks compare `version`."""
         super().__init__(settings)
         self.version = version
+        self.compiles_original = True
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of a layer."""

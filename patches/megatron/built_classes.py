@@ -10,6 +10,7 @@ import logging
 import sys
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -17,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ascend_parallel.ops import UnmetRequestError
 from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.patches.base import full_name
+from ascend_parallel.patches.compiled import between_graphs
 from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION
 
 log = logging.getLogger("ascend_parallel")
@@ -44,7 +46,7 @@ MOE_FLAGS = {
 
 
 class BuiltClasses:
-    """Looks at the modules that are called: until the first tensor-parallel layer, or at all layers."""
+    """Looks at the modules that are called: until the first with tensor-parallel layers, or at all layers."""
 
     def __init__(self, layers: ModuleType, patched: tuple[type, ...], insists: str) -> None:
         """Watch for instances of `patched`, the patched classes of `layers`.
@@ -56,11 +58,21 @@ class BuiltClasses:
         self._layers = layers
         self._patched = patched
         self._insists = insists
-        self._hook = register_module_forward_pre_hook(self._look)
+        self._seen: WeakSet[Any] = WeakSet()
+        # A hook that goes away while a model is compiled would have it compiled once more: outside of graphs alone.
+        hook = between_graphs(self._look, lambda *_: None, always=lambda _: True)
+        self._hook = register_module_forward_pre_hook(hook)
 
     def stop(self) -> None:
         """Look no further."""
         self._hook.remove()
+
+    def _has_layers(self, module: Any) -> bool:
+        """Tell whether a module has one of the layers, when it is called for the first time."""
+        if module in self._seen:
+            return False
+        self._seen.add(module)
+        return any(isinstance(each, self._patched) for each in module.modules())
 
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
@@ -73,7 +85,8 @@ class BuiltClasses:
                     f"{self._insists}: TransformerEngine's {type(module).__name__} is not covered: use "
                     "--transformer-impl local"
                 )
-            return
+            if self._insists or not self._has_layers(module):
+                return
         if not self._insists:
             self.stop()
         elif hasattr(getattr(type(module), "forward", None), "ascend_parallel"):

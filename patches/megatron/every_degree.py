@@ -34,6 +34,8 @@ from ascend_parallel.patches.norms import install_norm, is_blocked, run_norm
 
 # Since this version a fused [gate; up] weight says so: its partition_stride is 2.
 STRIDE_IS_KNOWN = (0, 16)
+# Since this version the cross-entropy is given its group.
+LOSS_TAKES_GROUP = (0, 19)
 
 # Configurations whose sums or masks over the tensor-parallel group have no tree.
 REFUSED = {
@@ -127,12 +129,12 @@ def patch_sets() -> dict[str, Callable[[Any], PatchSet]]:
     Without COC_DETERMINISTIC=tp the sets are empty.
     """
     return {
-        module: functools.partial(_patch_set, module) for module in dict.fromkeys(each.module for each in _patches())
+        module: functools.partial(_patch_set, module) for module in dict.fromkeys(each.module for each in _patches(()))
     }
 
 
 def _patch_set(module: str, megatron: Any) -> PatchSet:
-    patches = [each for each in _patches() if each.module == module]
+    patches = [each for each in _patches(megatron.version) if each.module == module]
     return PatchSet("megatron-core", None, [*megatron.settings.arithmetic.tree_needs(*patches)])
 
 
@@ -143,7 +145,8 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-def _patches() -> list[Patch]:
+def _patches(version: tuple[int, ...]) -> list[Patch]:
+    of_group = ("tp_group",) if version >= LOSS_TAKES_GROUP else ()
     return [
         Patch(
             target="megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy.calculate_predicted_logits",
@@ -154,7 +157,7 @@ def _patches() -> list[Patch]:
         Patch(
             target="megatron.core.tensor_parallel.cross_entropy._VocabParallelCrossEntropy.forward",
             replacement=_cross_entropy,
-            parameters=("ctx", "vocab_parallel_logits", "target", "label_smoothing"),
+            parameters=("ctx", "vocab_parallel_logits", "target", "label_smoothing", *of_group),
             reason="refuses label smoothing, whose mean over the vocabulary has no tree",
         ),
         Patch(
@@ -191,10 +194,19 @@ def _cross_entropy(original: Function) -> Function:
     """Make the function that replaces ``_VocabParallelCrossEntropy.forward``."""
 
     @functools.wraps(original)
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> Any:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, *groups: Any
+    ) -> Any:
         if label_smoothing:
             raise DegreeError(f"label_smoothing={label_smoothing}: its mean over the vocabulary has no tree")
-        return original(ctx, logits, target, label_smoothing)
+        for group in filter(None, groups):
+            ranks, own = dist.get_process_group_ranks(group), dist.get_process_group_ranks(_group())
+            if ranks != own:
+                raise DegreeError(
+                    f"cross-entropy with a tp_group of ranks {ranks}: only the tensor-parallel group, of ranks {own}, "
+                    "has a tree"
+                )
+        return original(ctx, logits, target, label_smoothing, *groups)
 
     return forward
 

@@ -107,16 +107,20 @@ def forward_parameters(version: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def patch_set(megatron: Megatron) -> PatchSet:
-    """Return the patches of the layer and of its experts, whose modules have been imported."""
+    """Return the patch of the layer."""
     layer = Patch(
         target=f"{MODULE}.MoELayer.forward",
         replacement=lambda original: moe_forward(original, megatron),
         parameters=forward_parameters(megatron.version),
         reason="exchanges rows with the experts' ranks under groups of experts and the shared expert",
     )
-    if megatron.version < FIRST:
-        return PatchSet("megatron-core", None, [layer])
-    return PatchSet("megatron-core", None, [layer, *(experts_patch(name, megatron) for name in modules_of(megatron))])
+    return PatchSet("megatron-core", None, [layer])
+
+
+def experts_patch_set(megatron: Megatron) -> PatchSet:
+    """Return the patches of the modules of experts."""
+    names = [] if megatron.version < FIRST else modules_of(megatron)
+    return PatchSet("megatron-core", None, [experts_patch(name, megatron) for name in names])
 
 
 def modules_of(megatron: Megatron) -> list[str]:
@@ -136,7 +140,8 @@ def experts_patch(name: str, megatron: Megatron) -> Patch:
     )
 
 
-ON_TOP = OnTop(MODULE, patch_set)
+# The module of the experts is patched when the program imports it: `megatron.core` imports that of the layer alone.
+ON_TOP = OnTop(MODULE, patch_set), OnTop(EXPERTS, experts_patch_set)
 
 
 def moe_forward(original: Function, megatron: Megatron) -> Function:

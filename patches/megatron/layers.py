@@ -25,6 +25,7 @@ from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
+from ascend_parallel.patches.compiled import at_tracing, between_graphs, skip_frame
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.megatron.built_classes import flag_of
@@ -48,6 +49,7 @@ class Megatron(Framework):
     """The installed Megatron-core: its layers' module, its version, and the settings of its patched layers."""
 
     by = "megatron-core's own"
+    breaks_graphs = True
 
     def __init__(self, layers: ModuleType, version: tuple[int, ...], settings: Settings) -> None:
         """Hold `layers`, the module megatron.core.tensor_parallel.layers of `version`."""
@@ -245,8 +247,7 @@ class Megatron(Framework):
 def make_column_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``ColumnParallelLinear.forward``."""
 
-    @functools.wraps(original)
-    def forward(
+    def run(
         self: Any,
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -289,15 +290,13 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         output: Output = run_linear(megatron, call)
         return output
 
-    vars(forward)["ascend_parallel"] = megatron
-    return forward
+    return _installed(run, original, megatron, lambda layer: layer.output_size_per_partition == layer.output_size)
 
 
 def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
-    @functools.wraps(original)
-    def forward(self: Any, input_: torch.Tensor) -> Output:
+    def run(self: Any, input_: torch.Tensor) -> Output:
         key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_)
@@ -329,6 +328,37 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         output: Output = run_linear(megatron, call)
         return output
 
+    return _installed(run, original, megatron, lambda layer: layer.input_size_per_partition == layer.input_size)
+
+
+def _installed(
+    run: Function, original: OriginalForward, megatron: Megatron, on_one_rank: Callable[[Any], bool]
+) -> Function:
+    """Return `run` as the method that replaces `original`.
+
+    Megatron-core's own layer breaks the graph of torch.compile at its collectives, so that the overlapped one may too.
+    A layer that communicates nothing stays part of a graph.
+    """
+    traced = run if megatron.settings.insists else original  # `run` raises there
+    in_tree = megatron.settings.arithmetic.forms_every_product
+
+    def communicates_nothing(layer: Any) -> bool:
+        return not in_tree and (on_one_rank(layer) or getattr(layer, "explicit_expert_comm", False))
+
+    @at_tracing
+    def note() -> None:
+        megatron.note_compiled(original.__qualname__.partition(".")[0])
+
+    def compiled(*args: Any, **kwargs: Any) -> Output:
+        if torch.compiler.is_compiling() and traced is original:
+            note()
+            return original(*args, **kwargs)
+        output: Output = run(*args, **kwargs)
+        return output
+
+    skip_frame(on_one_rank)
+    own = compiled if megatron.compiles_original else between_graphs(run, traced, communicates_nothing)
+    forward: Function = functools.wraps(original)(own)
     vars(forward)["ascend_parallel"] = megatron
     return forward
 

@@ -16,11 +16,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.compiled import in_whole_graph, outside_graphs, skip_frame
 from ascend_parallel.patches.dtensor_linear import (
     INSTALLED,
     Installed,
     InstalledLayers,
+    compiled_note,
     framework_of_call,
+    installed_on,
     positive,
     replicated,
 )
@@ -90,8 +93,23 @@ def sequence_dim(placement: Any, ndim: int) -> int | None:
     return dim if dim == 0 < ndim - 1 or (dim == 1 and ndim == 3) else None
 
 
+class _OfModule:
+    """Answers for a forward that is the same function on all modules, by what a style installed on the module."""
+
+    def uncovered(self, module: Any) -> str | None:
+        """Return what `Installed.uncovered` does."""
+        return installed_on(module).uncovered(module)
+
+    def compiled_away(self, module: Any, inside: bool) -> bool:
+        """Return what `Installed.compiled_away` does."""
+        return installed_on(module).compiled_away(module, inside)
+
+
 class InstalledForward:
-    """The forward of a module; a deep copy of the module gets its own, with the copy's weights.
+    """What the forward of a module holds, which is its method; a deep copy of the module gets its own.
+
+    torch.compile takes another object for other code, and would compile each layer of a model anew; a method is known
+    by its function.
 
     module, own
         The module, and a forward that had been put on it before; None: its class's, whichever class it has when called.
@@ -102,18 +120,19 @@ class InstalledForward:
 
     def __init__(self, module: Any, own: Function | None, installed: InstalledByStyle) -> None:
         """Run `own` where `installed` does not cover a call."""
-        self.module, self.own, self.ascend_parallel = module, own, installed
+        self.module, self.own, self.installed = module, own, installed
+        self._note = compiled_note(installed.in_force, module)
         self.own_input = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:
         """Return the forward of the module's copy."""
-        return InstalledForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.ascend_parallel)
+        return InstalledForward(deepcopy(self.module, memo), deepcopy(self.own, memo), self.installed)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, or what its module would run without this forward."""
-        module, installed = self.module, self.ascend_parallel
+        module, installed = self.module, self.installed
         inner = self.own or type(module).forward.__get__(module)
-        framework, own_input = framework_of_call(installed.in_force, module), self.own_input
+        framework, own_input = framework_of_call(installed.in_force, module, self._note), self.own_input
         self.own_input = False
         if framework is None:
             return inner(*args, **kwargs)
@@ -134,10 +153,42 @@ class InstalledForward:
         return y
 
 
+vars(InstalledForward.forward)["ascend_parallel"] = _OfModule()  # coverage asks it
+
+
+class InstalledCall:
+    """The call of a module with its hooks, which make DTensors of tensors: torch.compile breaks its graph before it.
+
+    It stands as an attribute of the module where torch looks for the method `_call_impl`, and goes with deep copies as
+    `InstalledForward` does.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """Stand for the call of `module`."""
+        self.module = module
+        self._uncompiled = outside_graphs(self._run)
+        skip_frame(InstalledCall.call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstalledCall:
+        """Return the call of the module's copy."""
+        return InstalledCall(deepcopy(self.module, memo))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module)._call_impl(self.module, *args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, between two graphs or in a whole one."""
+        if torch.compiler.is_compiling() and in_whole_graph():
+            return self._run(*args, **kwargs)
+        return self._uncompiled(*args, **kwargs)
+
+
 def install(module: Any, installed: InstalledByStyle) -> None:
     """Put the forward on `module`, over its own."""
     installed.in_force.add(module, installed)
-    module.forward = InstalledForward(module, vars(module).get("forward"), installed)
+    module.forward = InstalledForward(module, vars(module).get("forward"), installed).forward
+    if installed.between_graphs:
+        vars(module)["_call_impl"] = InstalledCall(module).call
 
 
 def installed_by_style(module: Any) -> InstalledByStyle | None:

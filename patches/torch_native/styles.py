@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.compiled import runs_compiled
 from ascend_parallel.patches.dtensor_linear import COMPILED, InForce, InstalledLayers, calls_linear, is_linear
 from ascend_parallel.patches.norms import install_norm, run_norm
 from ascend_parallel.patches.torch_native.layers import (
@@ -32,8 +33,6 @@ from ascend_parallel.patches.torch_native.shared import SharedGather, share, sha
 IN_FORCE = InForce()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
 CALLED = "_ascend_parallel_called"
-# The attribute of a function that torch.compile has made.
-COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
 def followed_by(install_on: Callable[[Any, Any, Any], None], original: Function) -> Function:
@@ -117,7 +116,7 @@ def prepare_column_input(original: Function) -> Function:
             return own()
         else:
             own_input = False
-        forward = vars(mod).get("forward")
+        forward = getattr(vars(mod).get("forward"), "__self__", None)
         if isinstance(forward, InstalledForward):
             forward.own_input = own_input
             return x
@@ -182,7 +181,7 @@ def prepare_module_input(original: Function) -> Function:
             return original(self, input, mesh, input_layout, desired_layout)
         module = vars(self)[CALLED]()
         # Hooks get the whole gradient of the input, and compiled functions take torch's DTensor.
-        reads = _has_backward_hooks(module) or any(map(_runs_compiled, module.modules()))
+        reads = _has_backward_hooks(module) or any(map(runs_compiled, module.modules()))
         return gather.whole() if reads else share(gather)
 
     return prepare
@@ -190,6 +189,8 @@ def prepare_module_input(original: Function) -> Function:
 
 def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> SharedGather | None:
     """Return the gather of x by the column layers of the module that is being called; None: torch gathers."""
+    if IN_FORCE.between_graphs:  # a graph may be what reads x
+        return None
     if framework.settings.arithmetic.forbids("layers would add their gradients before the sum"):
         return None
     if torch.compiler.is_compiling() or framework.verifier is not None or framework.settings.fused or mesh.ndim > 1:
@@ -208,12 +209,6 @@ def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, 
     whole_x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (layout,), run_check=False)
     classes = any(not is_linear(type(each)) for each, _ in columns)
     return SharedGather(whole_x, framework, columns[0][0], dim, classes)
-
-
-def _runs_compiled(module: Any) -> bool:
-    """Tell whether torch.compile made the call, the forward or another method of a module: it takes torch's DTensor."""
-    methods = (*vars(module).values(), *vars(type(module)).values())
-    return module._compiled_call_impl is not None or any(hasattr(method, COMPILED_FROM) for method in methods)
 
 
 def _has_backward_hooks(module: Any) -> bool:

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.compiled import between_graphs
 from ascend_parallel.patches.dtensor_linear import (
     InForce,
     Installed,
     InstalledLayers,
+    compiled_note,
     framework_of_call,
     is_linear,
     replaced_below,
@@ -82,15 +84,16 @@ def install_forward(original: Function) -> Function:
 
 def _install_linear(module: Any, installed: InstalledByPlan, below: Function) -> None:
     """Put the forward on a linear layer, over transformers'; `below`: the one below that."""
-    inner = module.forward
+    inner, note = module.forward, compiled_note(IN_FORCE, module)
     IN_FORCE.add(module, installed)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        framework = framework_of_call(IN_FORCE, module)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        framework = framework_of_call(IN_FORCE, module, note)
         if framework is None:
             return inner(*args, **kwargs)
         return _run(framework, module, installed, (inner, below), args, kwargs)
 
+    forward = between_graphs(run, run) if installed.between_graphs else run
     forward.ascend_parallel = installed  # type: ignore[attr-defined]
     module.forward = forward
 

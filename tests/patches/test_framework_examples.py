@@ -25,13 +25,14 @@ COMPARE = FOLDER / "compare.py"
         ("torch_tp", "-- --sequence-parallel --lora 8"),
         ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
         ("megatron_moe", "-- --steps 2"),
+        ("megatron_compiled", "-- --backend aot_eager --layers 1"),
         ("long_sequence", "-- --rows 512 --dtype bfloat16"),
     ],
 )
 def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
     options = options.split()
     needed = "deepspeed" if script == "deepspeed_tp" else "torch" if script == "torch_tp" else "transformers"
-    needed = "megatron.core" if script == "megatron_moe" else needed
+    needed = "megatron.core" if script.startswith("megatron") else needed
     pytest.importorskip(needed, reason=f"{needed} is not installed")
     rounded = ["--limit", "0.1"] if "bfloat16" in options else []  # where chunks change bits on this machine
     words = [forked_python(), str(COMPARE), script, "--json", *rounded, *options]

@@ -285,6 +285,15 @@ def test_an_import_of_the_package_leaves_torchs_compiler_out():
     assert output(code, COC_PARALLEL_NUM="4") == "False"
 
 
+def test_the_hook_imports_no_module_of_megatron():
+    """A script may call ``jit.disable_jit_fuser()`` before it imports what would be compiled."""
+    code = (
+        "import torch, sys, megatron.core; print(sorted(name for name in sys.modules if name.startswith('megatron')))"
+    )
+    plain, hooked = outputs(code, {}, {"COC_PARALLEL_NUM": "4"})
+    assert hooked == plain
+
+
 @pytest.mark.parametrize(
     "value", ["four", pytest.param("", marks=pytest.mark.stress), pytest.param("1e9", marks=pytest.mark.stress)]
 )

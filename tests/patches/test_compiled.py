@@ -1,0 +1,184 @@
+"""Layers in programs of torch.compile: overlapped between two graphs, or the originals, compiled and not counted."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from gpt_training import REGION, megatron
+from hugging_face import unequal
+from layers import Layers
+from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
+from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch_parallel import decoder, parallel, step
+
+import ascend_parallel
+from ascend_parallel.environment import read_settings
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.settings import Settings, SettingsError
+
+
+def counted(run):
+    """Return what a run computes in three steps, the graphs and breaks after each, and the collectives' chunks."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    COUNTS.clear()
+    found, graphs = [], []
+    for _ in range(3):
+        found = run()
+        graphs.append((counters["stats"].get("unique_graphs", 0), sum(counters["graph_break"].values())))
+    return found, graphs, sum(count["chunks"] for count in COUNTS.as_dict().values())
+
+
+def gpt(settings, backend, sequence_parallel, **options):
+    """Train a GPT of one layer, compiled with `backend`; None: eagerly."""
+    ascend_parallel.configure(**settings)
+    model = small_gpt(num_layers=1, sequence_parallel=sequence_parallel, **options)
+    if backend is not None:
+        model.decoder.layers[0].compile(backend=backend)
+
+    def run():
+        model.zero_grad()
+        loss = next_token_loss(model, torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(1)))
+        loss.backward()
+        finalize_gradients(model)
+        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    return *counted(run), str(ascend_parallel.coverage(model))
+
+
+def equal(left, right):
+    return all(torch.equal(*pair) for pair in zip(left, right, strict=True))
+
+
+def compiled_gpt(group, sequence_parallel, backend, settings):
+    warnings.simplefilter("ignore")
+    with megatron(group.size()):
+        eager, *_ = gpt({"num_chunks": 1}, None, sequence_parallel)
+        plain, stock, _, _ = gpt({"num_chunks": 1}, backend, sequence_parallel)
+        uncompiled, _, chunks_of_eager, _ = gpt(settings, None, sequence_parallel)
+        overlapped, graphs, chunks, covered = gpt(settings, backend, sequence_parallel)
+    bits = equal(eager, plain) or backend == "inductor", equal(plain, overlapped), equal(uncompiled, overlapped)
+    return bits, stock, graphs, chunks, chunks_of_eager, covered
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_group", "sequence_parallel", "backend", "settings"),
+    [
+        (2, True, "eager", {"num_chunks": 4}),
+        pytest.param(2, False, "aot_eager", {"num_chunks": 4}, marks=pytest.mark.slow),
+        pytest.param(2, True, "aot_eager", REGION, marks=pytest.mark.slow),
+        pytest.param(2, True, "inductor", {"num_chunks": 4}, marks=pytest.mark.slow),
+        pytest.param(4, True, "aot_eager", {"num_chunks": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_layer_of_megatron_is_overlapped_between_graphs(
+    ranks, ranks_of_group, sequence_parallel, backend, settings
+):
+    """The same bits and collectives as uncompiled, fewer graphs than without overlap, and none after the first step."""
+    for bits, stock, graphs, chunks, chunks_of_eager, covered in ranks(ranks_of_group).run(
+        compiled_gpt, sequence_parallel, backend, settings
+    ):
+        assert bits[0]
+        assert bits[2] or backend == "inductor"
+        assert bits[1] or ranks_of_group == 4  # their sums are in rank order here
+        assert len(set(graphs)) == 1
+        assert graphs[0][0] <= stock[0][0]
+        assert graphs[0][1] < stock[0][1]
+        assert chunks == chunks_of_eager > 0
+        assert covered.startswith("5 of 5 linear layers covered")
+
+
+def compiled_away(group):
+    warnings.simplefilter("ignore")
+    with megatron(group.size()):
+        plain, stock, _, _ = gpt({"num_chunks": 1}, "eager", True)
+        return stock, equal(plain, (own := gpt({"num_chunks": 4, "compiled": "original"}, "eager", True))[0]), own[1:]
+
+
+def test_originals_of_megatron_are_compiled_on_request_and_not_counted(ranks):
+    for stock, same_bits, (graphs, chunks, covered) in ranks(2).run(compiled_away):
+        assert same_bits
+        assert all(ours <= own for ours, own in zip(graphs[-1], stock[-1], strict=True))
+        assert chunks == 2 * 4 * 3  # the output layer's gather, forward and backward
+        assert covered.startswith(
+            "1 of 5 linear layers covered (2 RowParallelLinear: compiled: the original runs; 2 Col"
+        )
+
+
+@on_ranks(2)
+def test_layers_of_groups_of_one_rank_stay_parts_of_the_graph(group):
+    warnings.simplefilter("ignore")
+    with Layers(1) as layers:
+        found = []
+        for settings in ({"num_chunks": 1}, {"num_chunks": 4}, {"num_chunks": 4, "compiled": "original"}):
+            ascend_parallel.configure(**settings)
+            column, row, x = (
+                layers.make("ColumnParallelLinear"),
+                layers.make("RowParallelLinear"),
+                torch.randn(8, 2, 96),
+            )
+            run = torch.compile(lambda x, column=column, row=row: row(column(x)[0])[0], backend="eager")
+            _, graphs, chunks = counted(lambda run=run, x=x: run(x))
+            assert chunks == 0
+            found.append(graphs)
+    assert found[1] == found[2] == found[0]
+
+
+def decoder_run(group, settings, plan, *, compiled=True, **options):
+    """Train a decoder of three blocks, each compiled, parallelised with torch's styles."""
+    ascend_parallel.configure(**settings)
+    model = parallel(decoder(layers=3, hidden=96, inner=192, heads=4), init_device_mesh("cpu", (group.size(),)), plan)
+    for block in model.layers if compiled else ():
+        block.compile(backend="eager", **options)
+    found = counted(lambda: step(model))
+    return *found, str(ascend_parallel.coverage(model)), model
+
+
+def styles(group, plan):
+    said = []
+    log = logging.getLogger("ascend_parallel")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    plain, stock, *_ = decoder_run(group, {"num_chunks": 1}, plan)
+    log.addHandler(handler)
+    original = decoder_run(group, {"num_chunks": 4}, plan)[:4]
+    log.removeHandler(handler)
+    overlap = {"num_chunks": 4, "compiled": "overlap"}
+    whole = decoder_run(group, overlap, plan, fullgraph=True)[:4]
+    *overlapped, model = decoder_run(group, overlap, plan)
+    moved = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()  # the copy has its own
+    bits = [unequal(plain, found[0]) for found in (original, whole, overlapped)]
+    return stock, original[1:], whole[1:], overlapped[1:], bits, unequal(plain, step(moved)), said
+
+
+@pytest.mark.parametrize("plan", ["plain", pytest.param("layers", marks=pytest.mark.slow), "sequence"])
+def test_compiled_blocks_of_torchs_styles(ranks, plan):
+    """One graph of originals, or overlapped layers between graphs; with fullgraph=True the first."""
+    for rank, (stock, original, whole, overlapped, bits, of_copy, said) in enumerate(ranks(2).run(styles, plan)):
+        assert bits == [[], [], []]
+        assert of_copy == []
+        ends = 0 if plan == "plain" else 1  # the output layer is not compiled
+        for graphs, chunks, _ in (original, whole):
+            assert graphs == stock
+            assert (chunks > 0) == bool(ends)
+        assert original[2].startswith(f"{ends} of 22 linear layers covered (21 Linear: compiled: the original runs")
+        assert ("Linear runs without overlap: compiled: the original runs" in said) == (rank == 0)
+        graphs, chunks, covered = overlapped
+        assert len(set(graphs[1:])) == 1
+        assert graphs[0][1] > 0
+        assert chunks > original[1]
+        assert covered.startswith(f"{21 + ends} of 22 linear layers covered")
+
+
+@pytest.mark.parametrize("value", ["graph", ""])
+def test_the_variable_has_three_values(value):
+    with pytest.raises(SettingsError, match=r"is not allowed: give one of auto, original, overlap"):
+        Settings(compiled=value)
+    assert read_settings({"COC_COMPILE": "Overlap"}).compiled == "overlap"
