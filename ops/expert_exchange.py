@@ -92,6 +92,11 @@ class ExpertGroup:
     received: tuple[tuple[int, ...], ...]
 
     @property
+    def gathers(self) -> bool:
+        """False: each rank gets rows of its own."""
+        return False
+
+    @property
     def sent_sizes(self) -> list[int]:
         """The rows that go to each rank."""
         return [place.stop - place.start for place in self.places]

@@ -42,6 +42,11 @@ class HeadGroup:
     rank: int
 
     @property
+    def gathers(self) -> bool:
+        """False: each rank gets rows of its own."""
+        return False
+
+    @property
     def sent_sizes(self) -> list[int]:
         """The tokens that go to each rank: this rank's."""
         return [self.lengths[self.rank]] * len(self.lengths)

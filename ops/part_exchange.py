@@ -9,8 +9,8 @@ back. Each part gets the same tensors in the same order as without a cut, so eve
     combine     a collective for each result of the group, back to the ranks that asked for it
 
 The same function runs forward and backward: gradients of the results go the way of the tensors, and what comes back are
-gradients of the tensors. ops/expert_exchange.py and ops/head_exchange.py say what a group of experts, and one of heads,
-sends.
+gradients of the tensors. A part may be wanted by all ranks: the dispatch is then a gather, and what comes back are
+summands. ops/expert_exchange.py, ops/head_exchange.py and ops/key_gather.py say what a group of theirs sends.
 
 What a rank sends of a group is joined in a buffer; beyond the serial path a rank holds the buffers of the groups in
 flight, and of those that come back.
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import FinishingWork
+from ascend_parallel.ops.collectives import FinishingWork, all_gather_single
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.operators import in_timeline
 from ascend_parallel.ops.pending import Pending
@@ -44,6 +44,10 @@ Rows = Sequence[torch.Tensor]
 
 class PartGroup(Protocol):
     """Parts that are exchanged together. Rows are counted along the first dimension of what is sent."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all ranks get all rows that `join` returns, not each rank its own of them."""
 
     @property
     def sent_sizes(self) -> list[int]:
@@ -82,9 +86,9 @@ def part_exchange(
 ) -> None:
     """Send the parts of `rows` to their ranks, compute them there, and write what comes back to `results`.
 
-    rows      tensors that each of `groups` takes its parts from
+    rows      tensors that each of `groups` takes its parts from; none if every rank has what it computes
     work      ``work(index, group, received)`` computes a group
-    results   a tensor for each that `work` returns, written by the groups
+    results   a tensor for each that `work` returns, written by the groups; none if results stay where they are
 
     `under_first` runs while no group can run yet, `under_last` while the last results come back. Which of them there
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
@@ -103,8 +107,9 @@ class _Exchange:
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
         self._parts, names = PART_NAMES[choice.problem.operator]
-        self._dispatch = Pending(rows[0], f"{names}_dispatch", group, len(groups) * len(rows))
-        self._combine = Pending(rows[0], f"{names}_combine", group, len(groups) * len(results))
+        like = (*rows, *results)[0]
+        self._dispatch = Pending(like, f"{names}_dispatch", group, len(groups) * len(rows))
+        self._combine = Pending(like, f"{names}_combine", group, len(groups) * len(results))
         self._received: list[Rows] = []
 
     def run(
@@ -136,7 +141,10 @@ class _Exchange:
         for x in self._rows:
             sent = compute(BESIDE, "join rows", part_group.join, x)
             out = sent.new_empty(sum(sizes[0]), *sent.shape[1:])
-            self._dispatch.launch(all_to_all, out, sent, *sizes, self._group)
+            if part_group.gathers:
+                self._dispatch.launch(all_gather_single, out, sent, self._group)
+            else:
+                self._dispatch.launch(all_to_all, out, sent, *sizes, self._group)
             received.append(out)
         self._received.append(received)
 

@@ -17,10 +17,14 @@ REDUCE_SCATTER = "matmul_reduce_scatter"
 ALL_GATHER = "all_gather_matmul"
 OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 # Exchanges around independent parts (ops/part_exchange.py): between two all-to-alls a rank's experts run on rows of all
-# ranks, or the attention of a rank's heads on whole sequences.
-EXPERT_EXCHANGE, HEAD_EXCHANGE = "expert_exchange", "head_exchange"
+# ranks, or the attention of a rank's heads on whole sequences; or keys are gathered, and their gradients summed.
+EXPERT_EXCHANGE, HEAD_EXCHANGE, KEY_GATHER = "expert_exchange", "head_exchange", "key_gather"
 # What computes the parts of an exchange, and a part: the names of what a timeline shows.
-PART_NAMES = {EXPERT_EXCHANGE: ("experts", "expert"), HEAD_EXCHANGE: ("attention", "head")}
+PART_NAMES = {
+    EXPERT_EXCHANGE: ("experts", "expert"),
+    HEAD_EXCHANGE: ("attention", "head"),
+    KEY_GATHER: ("attention", "key"),
+}
 
 # Allowed values of the setting `fused_ranks`; the first is the default.
 FUSED_RANKS = (8, 16)
@@ -34,7 +38,8 @@ class Problem:
         This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
         scatter of matmul_reduce_scatter. For expert_exchange, m counts the experts of a rank, and k and n are the width
         of a row: the number of rows differs between ranks, and no choice may depend on it. For head_exchange, m counts
-        the heads of keys of a rank, k the tokens of all ranks, and n the features that are sent of a token.
+        the heads of keys of a rank, k the tokens of all ranks, and n the features that are sent of a token; for
+        key_gather, m counts all heads of keys.
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
@@ -148,9 +153,11 @@ def experts_problem(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> 
     return Problem(EXPERT_EXCHANGE, experts, x.shape[-1], x.shape[-1], x.dtype, x.device.type, group.size())
 
 
-def heads_problem(heads: int, tokens: int, features: int, x: torch.Tensor, group: dist.ProcessGroup) -> Problem:
-    """Return the problem of an exchange of heads, as `Problem` counts them, of the dtype and device of x."""
-    return Problem(HEAD_EXCHANGE, heads, tokens, features, x.dtype, x.device.type, group.size())
+def heads_problem(
+    operator: str, heads: int, tokens: int, features: int, x: torch.Tensor, group: dist.ProcessGroup
+) -> Problem:
+    """Return the problem of an exchange of heads or a gather of keys, as `Problem` counts them, of x's dtype."""
+    return Problem(operator, heads, tokens, features, x.dtype, x.device.type, group.size())
 
 
 def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
 from ascend_parallel.ops.arithmetic import DegreeError
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, PART_NAMES, Problem
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, KEY_GATHER, PART_NAMES, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, even_rows, snap, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.backend import usual_backend
@@ -107,7 +107,8 @@ def name_of(problem: Problem) -> str:
         return f"{problem.operator} of {problem.m} experts a rank, rows of {problem.k} {dtype} {where}"
     if problem.is_exchange:
         sent = f"{problem.k} tokens of {problem.n} features"
-        return f"{problem.operator} of {problem.m} heads of keys a rank, {sent} {dtype} {where}"
+        heads = "heads of keys" if problem.operator == KEY_GATHER else "heads of keys a rank"
+        return f"{problem.operator} of {problem.m} {heads}, {sent} {dtype} {where}"
     shape = [problem.m, problem.k, problem.n]
     return f"{problem.operator} {shape} {dtype}{weight} {where}"
 
@@ -240,7 +241,8 @@ def _count_request(
         unit = "columns" if problem.antiquant else "rows"
         because = f", because {problem.arithmetic.asked}" if problem.deterministic else ""
         if problem.is_exchange:
-            why += f"; {problem.cut} {PART_NAMES[problem.operator][1]}s a rank allow {len(sizes)} groups"
+            parts = "heads of keys" if problem.operator == KEY_GATHER else f"{PART_NAMES[problem.operator][1]}s a rank"
+            why += f"; {problem.cut} {parts} allow {len(sizes)} groups"
         else:
             why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
     return _Request(chunks, sizes, why, met)

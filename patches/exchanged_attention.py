@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.context import (
@@ -36,28 +37,34 @@ _ANNOUNCED: WeakSet[Framework] = WeakSet()
 
 
 def exchanged_attention(
-    module: Any, operands: Operands, attention: Attention, group: dist.ProcessGroup, framework: Framework | None
+    module: Any,
+    operands: Operands,
+    attention: Attention,
+    group: dist.ProcessGroup,
+    framework: Framework | None,
+    way: str = HEADS,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
-    operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs.
+    operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. way:
+    `HEADS` or `GATHER`.
     """
     if framework is None:
-        return run_attention(*operands, attention, group=group, settings=Settings())
+        return run_attention(*operands, attention, group=group, settings=Settings(), exchange=way)
     _announce(framework, group)
     framework.confirm(group)()
-    settings = _settings_for(framework, operands, attention, group)
-    run = functools.partial(run_attention, attention=attention, group=group, settings=settings)
+    settings = _settings_for(framework, operands, attention, group, way)
+    run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=way)
     if framework.verifier is None:
         return run(*operands)
     names = "input", "keys", "values"
 
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         q, k, v = (given[name] for name in names)
-        return {"output": attention_in_turn(q, k, v, attention, group=group)}
+        return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=way)}
 
     def operators(direction: str) -> str:
-        choice = attention_choice(*operands, group, settings)
+        choice = attention_choice(*operands, group, settings, way)
         return f"Its {direction} ran {name_of(choice.problem)} in groups of heads {list(choice.sizes)}"
 
     checked = CheckedCall(
@@ -74,7 +81,9 @@ def exchanged_attention(
     return output
 
 
-def _settings_for(framework: Framework, operands: Operands, attention: Attention, group: dist.ProcessGroup) -> Settings:
+def _settings_for(
+    framework: Framework, operands: Operands, attention: Attention, group: dist.ProcessGroup, way: str
+) -> Settings:
     """Return the settings of an exchange, with the number of groups that was measured at its first call."""
     device = operands[0].device
 
@@ -82,11 +91,18 @@ def _settings_for(framework: Framework, operands: Operands, attention: Attention
         with without_trace(device), torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in operands)
             own = Settings() if settings is None else settings
-            made = run_attention(q, k, v, attention, group=group, settings=own)
+            made = run_attention(q, k, v, attention, group=group, settings=own, exchange=way)
             torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
 
-    problem = attention_problem(*operands, group)
+    problem = attention_problem(*operands, group, way)
     return framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device).settings
+
+
+def log_exchange(where: str, way: str, why: str) -> None:
+    """Log which way heads take, and why; a gather that nobody asked for, whose bits are others, is a warning."""
+    chosen = way == GATHER and not why.startswith("exchange=")
+    how = "keys and values are gathered" if way == GATHER else "heads are exchanged"
+    log.log(logging.WARNING if chosen else logging.INFO, "%s: %s, because %s", where, how, why)
 
 
 def _announce(framework: Framework, group: dist.ProcessGroup) -> None:

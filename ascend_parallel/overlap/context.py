@@ -1,4 +1,4 @@
-"""Attention of a sequence that ranks share: dispatch, attention and combine in overlapped groups, with autograd.
+"""Attention of a sequence that ranks share: an exchange around groups of heads, overlapped, with autograd.
 
 `run_attention` is one autograd function over queries, keys and values. Inside of it the attention of each group of
 heads builds its own autograd graph (`InnerGraph`), so that backward can run group by group between the all-to-alls.
@@ -8,6 +8,12 @@ heads builds its own autograd graph (`InnerGraph`), so that backward can run gro
 
 Hidden are the all-to-alls of every group but the first (dispatch) and the last (combine): 1 / groups stays exposed.
 Each head's attention is computed on whole sequences, by the function that the caller gives.
+
+Where the heads do not suffice for the ranks, keys and values are gathered (`GATHER`): each rank attends from its own
+tokens. Forward has no combine, and backward no dispatch.
+
+    forward    gather 0, 1 -> attention 0 -> gather 2 -> attention 1 -> ... -> attention of the last group
+    backward   attention 0 -> sum of dk, dv 0 -> attention 1 -> ... -> sum of the last group
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ascend_parallel.ops.head_exchange import HeadGroup, head_groups, repeats_of
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, in_sequence, key_groups, keys_before, pieces_of
 from ascend_parallel.ops.operators import log_once
 from ascend_parallel.ops.part_exchange import Rows, part_exchange
-from ascend_parallel.ops.problem import HEAD_EXCHANGE, Problem, heads_problem
+from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
 from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.overlap.inner_graph import InnerGraph, SavedTensors, TensorLike
@@ -34,12 +41,17 @@ from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import Settings
 
-Attention = Callable[[HeadGroup, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Part = HeadGroup | KeyGroup
+Attention = Callable[[Part, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``attention(heads, q, k, v)`` of whole sequences, [S, B, n, D] each, with the tokens in the order of the ranks.
 
-It returns o [S, B, n, D], must be a function of its operands, and may use autograd as it likes, but no collective of
-the same ranks. The heads of q are a multiple of those of k and v; head i of q reads head i // multiple of k.
+With `GATHER` only k and v are of whole sequences; q [s, B, n, D] has this rank's tokens. It returns o like q, must be a
+function of its operands, and may use autograd as it likes, but no collective of the same ranks. The heads of q are a
+multiple of those of k and v; head i of q reads head i // multiple of k.
 """
+
+PieceAttention = Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``attention(rows, q, k, v)`` of the queries at the places `rows` of the sequence, to its first keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +59,15 @@ class AttentionCall:
     """The options of `run_attention` that are no tensors."""
 
     attention: Attention
-    groups: Sequence[HeadGroup]
+    groups: Sequence[Part]
     group: dist.ProcessGroup
     choice: Choice
     graded: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether keys and values are gathered."""
+        return self.choice.problem.operator == KEY_GATHER
 
 
 def run_attention(
@@ -61,57 +78,92 @@ def run_attention(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    exchange: str = HEADS,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the tokens of all ranks, [s, B, N, D].
 
     q      [s, B, N, D], this rank's tokens; every rank of `group` has as many
     k, v   [s, B, n, D], where N is a multiple of n
 
-    A rank computes whole heads: outputs and gradients have the bits of one rank that has the whole sequence. Where the
-    ranks do not share the heads of keys evenly, each head goes to several ranks, and its gradient is a sum of theirs.
-    What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
-    `DisagreementError` if their tensors differ in shape, `CollectiveError` if a rank fails.
+    `HEADS`: a rank computes whole heads: outputs and gradients have the bits of one rank that has the whole sequence.
+    Where the ranks do not share the heads of keys evenly, each head goes to several ranks, and its gradient is a sum of
+    theirs. `GATHER`: a rank computes the rows of its tokens; gradients of k and v are sums over the ranks, in their
+    order. In any number of groups the bits are the same. What requires gradients must be the same on all ranks. Raises
+    `ValueError` if the ranks cannot share the heads, `DisagreementError` if their tensors or ways differ,
+    `CollectiveError` if a rank fails.
     """
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
     )
-    confirm_shapes(q, k, v, group)
-    repeats = repeats_of(q.shape[2], k.shape[2], group.size())
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    if repeats > 1:
-        k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    choice = attention_choice(q, k, v, group, settings)
-    groups = head_groups(choice.sizes, [len(q)] * group.size(), group.rank())
+    confirm_shapes(q, k, v, group, f"exchange {exchange}")
+    q, k, v = _spread(q, k, v, group, exchange)
+    choice = attention_choice(q, k, v, group, settings, exchange)
+    lengths = [len(q)] * group.size()
+    cut_groups: Callable[..., Sequence[Part]] = key_groups if exchange == GATHER else head_groups
+    groups = cut_groups(choice.sizes, lengths, group.rank())
     graded = torch.is_grad_enabled()
     call = AttentionCall(attention=attention, groups=groups, group=group, choice=choice, graded=graded)
     output: torch.Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return output
 
 
-def attention_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> Problem:
-    """Return the problem of an exchange of the heads of q, k and v, as `run_attention` takes them."""
+def _spread(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, exchange: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as they are sent: with the heads of keys repeated until every rank gets as many."""
+    q, k, v = (as_autocast(x) for x in (q, k, v))
+    repeats = repeats_of(q.shape[2], k.shape[2], 1 if exchange == GATHER else group.size())
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
+    return q, k, v
+
+
+def attention_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, exchange: str = HEADS
+) -> Problem:
+    """Return the problem of an exchange of q, k and v, as `run_attention` takes them."""
+    if exchange == GATHER:
+        features, tokens = k.shape[2:].numel() + v.shape[2:].numel(), group.size() * k.shape[:2].numel()
+        return heads_problem(KEY_GATHER, k.shape[2], tokens, features, q, group)
     repeats = repeats_of(q.shape[2], k.shape[2], group.size())
     features = q.shape[2:].numel() + repeats * (k.shape[2:].numel() + v.shape[2:].numel())
     tokens = group.size() * q.shape[:2].numel()
-    return heads_problem(k.shape[2] * repeats // group.size(), tokens, features, q, group)
+    return heads_problem(HEAD_EXCHANGE, k.shape[2] * repeats // group.size(), tokens, features, q, group)
 
 
 def attention_choice(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    exchange: str = HEADS,
 ) -> Choice:
-    """Return in how many groups the heads of q, k and v are exchanged: the same on every rank."""
-    choice = choose(attention_problem(q, k, v, group), settings)
+    """Return in how many groups q, k and v are exchanged: the same on every rank."""
+    choice = choose(attention_problem(q, k, v, group, exchange), settings)
     log_once(choice)
     return choice
 
 
 def attention_in_turn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, *, group: dist.ProcessGroup
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention: Attention,
+    *,
+    group: dist.ProcessGroup,
+    exchange: str = HEADS,
 ) -> torch.Tensor:
-    """Return what `run_attention` returns, by torch's own collectives and autograd in turn: one all-to-all each way."""
-    repeats, ranks = repeats_of(q.shape[2], k.shape[2], group.size()), group.size()
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
+    """Return what `run_attention` returns, by torch's own collectives and autograd in turn: one all-to-all each way.
+
+    To gather, each rank sends every other the same rows: their gradients come back, and autograd sums them.
+    """
+    ranks = group.size()
+    q, k, v = _spread(q, k, v, group, exchange)
+    if exchange == GATHER:
+        (keys,), each = key_groups((k.shape[2],), [len(q)] * ranks, group.rank()), [len(q)] * ranks
+        gathered = [all_to_all_single_autograd(x.repeat(ranks, 1, 1, 1), each, each, group) * 1 for x in (k, v)]
+        return _checked(attention(keys, q, *gathered), q, v)
     (heads,) = head_groups((k.shape[2] // ranks,), [len(q)] * ranks, group.rank())
     sizes = heads.received_sizes, heads.sent_sizes
     # The products wait for the rows.
@@ -120,6 +172,24 @@ def attention_in_turn(
     back = all_to_all_single_autograd(made.contiguous(), *sizes[::-1], group) * 1
     by_rank = back.view(ranks, len(q), *back.shape[1:])  # [R, s, B, n, D]
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def attend_pieces(
+    attention: PieceAttention, keys: KeyGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Return the attention of a rank's two pieces of a sequence (`pieces_of`), [s, B, N, D].
+
+    q      [s, B, N, D], the rank's tokens
+    k, v   [S, B, n, D], in the order of the ranks, as they are gathered
+
+    Causal rows get the keys before them, in whole blocks: the caller masks the rest.
+    """
+    k, v = (in_sequence(x, len(keys.lengths)) for x in (k, v))
+    outputs = []
+    for rows, q_rows in zip(pieces_of(keys.rank, len(keys.lengths), len(q)), q.chunk(2), strict=True):
+        seen = keys_before(rows.stop, len(k)) if causal else len(k)
+        outputs.append(attention(rows, q_rows, k[:seen], v[:seen]))
+    return torch.cat(outputs)
 
 
 def as_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -188,29 +258,49 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
     needs = [call.graded and need for need in ctx.needs_input_grad[:3]]
     output = q.new_empty(*q.shape[:3], v.shape[3])
 
-    def attend(_: int, heads: HeadGroup, received: Rows) -> Rows:
+    def attended(heads: Part, given: Rows) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return _checked(call.attention(heads, q, k, v), q, v)
 
         graph = InnerGraph(ctx.saved, call.graded, whole_backward=False)
         ctx.graphs.append(graph)
-        return [graph.run(run, received, needs)]
+        return graph.run(run, given, needs)
 
-    part_exchange(operands, call.groups, attend, [output], call.group, call.choice)
+    def attend(_: int, heads: Part, received: Rows) -> Rows:
+        if not isinstance(heads, KeyGroup):
+            return [attended(heads, received)]
+        heads.heads_of(output).copy_(attended(heads, [heads.heads_of(q), *received]))
+        return []
+
+    if call.gathers:
+        part_exchange(operands[1:], call.groups, attend, [], call.group, call.choice)
+    else:
+        part_exchange(operands, call.groups, attend, [output], call.group, call.choice)
     return output
 
 
 def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Exchange d_output: what comes back are the gradients of q, k and v."""
+    """Exchange d_output: what comes back are the gradients of q, k and v; of gathered k and v the ranks' summands."""
     call: AttentionCall = ctx.call
     gradients = [like.empty() if need else None for like, need in zip(ctx.likes, ctx.needs_input_grad, strict=False)]
 
-    def attend(index: int, _: HeadGroup, received: Rows) -> Rows:
-        found = ctx.graphs[index].gradients(received[0], range(3))
-        return [d_x for d_x, wanted in zip(found, gradients, strict=True) if wanted is not None]
+    def attend(index: int, heads: Part, received: Rows) -> Rows:
+        if not isinstance(heads, KeyGroup):
+            found = ctx.graphs[index].gradients(received[0], range(3))
+            return [d_x for d_x, wanted in zip(found, gradients, strict=True) if wanted is not None]
+        d_q, *found = ctx.graphs[index].gradients(heads.heads_of(d_output), range(3))
+        if gradients[0] is not None:
+            heads.heads_of(gradients[0]).copy_(d_q)
+        return [d_x for d_x, wanted in zip(found, gradients[1:], strict=True) if wanted is not None]
 
-    wanted = [d_x for d_x in gradients if d_x is not None]
-    part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
+    if not call.gathers:
+        wanted = [d_x for d_x in gradients if d_x is not None]
+        part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
+    elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
+        part_exchange([], call.groups, attend, sums, call.group, call.choice)
+    else:  # frozen keys and values: nothing comes back
+        for index, keys in enumerate(call.groups):
+            attend(index, keys, [])
     return *gradients, None
 
 

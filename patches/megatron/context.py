@@ -1,10 +1,11 @@
 """Context parallelism of Megatron-core's own attention, which has none: heads exchanged in overlapped groups.
 
 `DotProductAttention` asserts a context-parallel size of 1. With ``context_parallel_size`` above 1 it is built as for 1,
-and its forward exchanges heads around the original, which computes on whole sequences. The split of the batch
-(`get_batch_on_this_cp_rank`), the slices of rotary embeddings and the sums of gradients stay Megatron's own. Its split
-balances causal masks: rank i has pieces i and 2 R - 1 - i of 2 R. The rows are put into the order of the sequence
-before the attention, and back after it.
+and its forward exchanges heads around the original, which computes on whole sequences; or it gathers keys and values
+(``cp_comm_type="all_gather"``, or where the heads do not suffice) and computes the rows of a rank's tokens. The split
+of the batch (`get_batch_on_this_cp_rank`), the slices of rotary embeddings and the sums of gradients stay Megatron's
+own. Its split balances causal masks: rank i has pieces i and 2 R - 1 - i of 2 R. Exchanged rows are put into the order
+of the sequence before the attention, and back after it.
 
 Written against megatron-core 0.13 to 0.19, transformer/dot_product_attention.py.
 """
@@ -21,18 +22,21 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.ops.collectives import all_gather_single
-from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
+from ascend_parallel.ops.head_exchange import HeadGroup
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange
 from ascend_parallel.ops.pending import NamedWork
-from ascend_parallel.overlap.context import confirm_shapes
+from ascend_parallel.overlap.context import attend_pieces, confirm_shapes
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.exchanged_attention import exchanged_attention
+from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.megatron.seam import OnTop
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 FIRST = (0, 13)
+# What Megatron-core calls the ways (``cp_comm_type``); its default, "p2p", asks for none of them.
+COMM_TYPES = {"a2a": HEADS, "all_gather": GATHER}
 FORWARD = ("self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
 
 
@@ -73,6 +77,8 @@ def _init(original: Function) -> Function:
         own.context_parallel_size = 1
         original(self, own, *args, **kwargs)
         self.config = config
+        asked = kwargs.get("cp_comm_type")  # of this layer; a configuration may have a list of all
+        self.exchange_of_context = _exchange_of(self, config.cp_comm_type if asked is None else asked)
 
     return init
 
@@ -91,9 +97,30 @@ def _refuse(config: Any) -> None:
             f"softmax_type={kind!r} is not allowed with context_parallel_size={ranks}: its offsets belong to the heads "
             "of one rank; give 'vanilla'"
         )
-    tensor_ranks = config.tensor_model_parallel_size
+
+
+def _exchange_of(attention: Any, asked: Any) -> str:
+    """Return which way a core attention's heads take, `HEADS` or `GATHER`; log it once."""
+    config = attention.config
+    ranks, tensor_ranks = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
-    repeats_of(heads // tensor_ranks, max(groups // tensor_ranks, 1), ranks)
+    windowed = getattr(attention.scale_mask_softmax, "window_size", None) is not None
+    way = COMM_TYPES.get(asked) if isinstance(asked, str) else None
+    if windowed and way == GATHER:
+        raise ValueError(
+            f"cp_comm_type={asked!r} is not allowed with window_size={config.window_size}: a window is made for whole "
+            "sequences; give 'a2a'"
+        )
+    return _chosen(heads // tensor_ranks, max(groups // tensor_ranks, 1), ranks, HEADS if windowed else way)
+
+
+@functools.cache
+def _chosen(query_heads: int, key_heads: int, ranks: int, asked: str | None) -> str:
+    """Return which way heads take, and log it on the first rank, once for each kind of attention."""
+    way, why = choose_exchange(query_heads, key_heads, ranks, asked)
+    if dist.is_initialized() and dist.get_rank() == 0:
+        log_exchange(f"context_parallel_size={ranks}", way, why)
+    return way
 
 
 def _forward(original: Function, megatron: Megatron) -> Function:
@@ -119,19 +146,39 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         shape = "none" if attention_mask is None else list(attention_mask.shape)
         confirm_shapes(query, key, value, group, f"attention_mask {shape}")
         places, tokens = _places(len(query), group.size(), query.device)
-        mask = None if attention_mask is None else _whole_mask(attention_mask, len(query), tokens, group)
+        way: str = self.exchange_of_context
+        _refuse_mask(attention_mask, len(query), group.size())
 
-        def attention(_: HeadGroup, *received: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.index_select(0, tokens) for x in received)
-            features = q.shape[2] * v.shape[3]
+        def run(mask: torch.Tensor | None, *received: torch.Tensor, **replaced: Any) -> torch.Tensor:
+            q, k, v = received
             part = AttributeOverlay(
                 self,
-                hidden_size_per_partition=features,
+                hidden_size_per_partition=q.shape[2] * v.shape[3],
                 num_attention_heads_per_partition=q.shape[2],
                 num_query_groups_per_partition=k.shape[2],
+                **replaced,
             )
             o: torch.Tensor = original(part, q, k, v, mask, *options)
-            return o.view(*q.shape[:3], v.shape[3]).index_select(0, places)
+            return o.view(*q.shape[:3], v.shape[3])
+
+        if way == GATHER:
+            softmax, causal = _of_rows(self.scale_mask_softmax), _is_causal(self)
+
+            def of_rows(rows: slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                mask = _mask_of_rows(attention_mask, rows, len(q), len(k), causal, q.device)
+                return run(mask, q, k, v, scale_mask_softmax=softmax)
+
+            def gathered(keys: HeadGroup | KeyGroup, *given: torch.Tensor) -> torch.Tensor:
+                assert isinstance(keys, KeyGroup)
+                return attend_pieces(of_rows, keys, *given, causal=causal and attention_mask is None)
+
+            o = exchanged_attention(self, (query, key, value), gathered, group, megatron, way)
+            return o.flatten(2)
+
+        mask = None if attention_mask is None else _whole_mask(attention_mask, len(query), tokens, group)
+
+        def attention(_: HeadGroup | KeyGroup, *received: torch.Tensor) -> torch.Tensor:
+            return run(mask, *(x.index_select(0, tokens) for x in received)).index_select(0, places)
 
         o = exchanged_attention(self, (query, key, value), attention, group, megatron)
         return o.flatten(2)
@@ -182,13 +229,46 @@ def _places(rows: int, ranks: int, device: torch.device) -> tuple[torch.Tensor, 
     return places.to(device), places.argsort().to(device)
 
 
-def _whole_mask(mask: torch.Tensor, rows: int, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mask [b, 1, S, S] of all ranks' rows, from this rank's [b, 1, s, S]."""
-    if mask.dim() != 4 or mask.shape[2:] != (rows, rows * group.size()):
+def _refuse_mask(mask: torch.Tensor | None, rows: int, ranks: int) -> None:
+    """Raise `ValueError` for a mask that is not of this rank's rows, [b, 1, s, S]."""
+    if mask is not None and (mask.dim() != 4 or mask.shape[2:] != (rows, rows * ranks)):
         raise ValueError(
-            f"attention_mask {list(mask.shape)} is not allowed: give [b, 1, {rows}, {rows * group.size()}], as "
+            f"attention_mask {list(mask.shape)} is not allowed: give [b, 1, {rows}, {rows * ranks}], as "
             "get_batch_on_this_cp_rank cuts it, or None for a causal mask"
         )
+
+
+def _of_rows(softmax: Any) -> Any:
+    """Return a softmax like `softmax` that takes the masks it is given, also of rows that are fewer than the keys."""
+    own = copy.copy(softmax)
+    own.attn_mask_type = importlib.import_module("megatron.core.transformer.enums").AttnMaskType.padding
+    return own
+
+
+def _is_causal(attention: Any) -> bool:
+    """Tell whether an attention without a mask makes the causal one."""
+    kinds = importlib.import_module("megatron.core.transformer.enums").AttnMaskType
+    return bool(attention.scale_mask_softmax.attn_mask_type == kinds.causal)
+
+
+def _mask_of_rows(
+    mask: torch.Tensor | None, rows: slice, count: int, keys: int, causal: bool, device: torch.device
+) -> torch.Tensor | None:
+    """Return the mask of a piece of this rank's rows, those at the places `rows`: True where a key is not read."""
+    if mask is not None:
+        return mask[:, :, :count] if _is_first(rows, mask) else mask[:, :, count:]
+    if not causal:
+        return None
+    return torch.ones(1, 1, count, keys, dtype=torch.bool, device=device).triu_(rows.start + 1)
+
+
+def _is_first(rows: slice, mask: torch.Tensor) -> bool:
+    """Tell whether `rows` are the first of a rank's two pieces: it lies in the first half of the sequence."""
+    return bool(rows.start < mask.shape[3] // 2)
+
+
+def _whole_mask(mask: torch.Tensor, rows: int, tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mask [b, 1, S, S] of all ranks' rows, from this rank's [b, 1, s, S]."""
     own = mask.permute(2, 0, 1, 3).contiguous()
     own = own.byte() if own.dtype == torch.bool else own
     gathered = own.new_empty(group.size() * rows, *own.shape[1:])

@@ -2,7 +2,9 @@
 
 `context_parallel` puts a function in the place of the model's attention implementation. It exchanges queries, keys and
 values in groups of heads (overlap/context.py) and calls the implementation that the model had, sdpa or eager, on whole
-sequences of a rank's heads. `ContextParallel.cut` gives each rank its part of a batch.
+sequences of a rank's heads; or it gathers keys and values in groups, and calls it on the rows of a rank's tokens, which
+are then two pieces of the sequence, so that causal masks give all ranks as much. `ContextParallel.cut` gives each rank
+its part of a batch.
 
 The mask is that of the whole sequence, made by transformers' own functions: the positions and the padding of all ranks
 are gathered once in each forward of the model. Written against transformers 5.23, masking_utils.py and
@@ -21,7 +23,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +31,14 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ascend_parallel.ops.collectives import all_gather_single
-from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
+from ascend_parallel.ops.head_exchange import HeadGroup
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, in_sequence, pieces_of
 from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.overlap.context import attend_pieces
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
-from ascend_parallel.patches.exchanged_attention import exchanged_attention
+from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
 from ascend_parallel.patches.transformers.layers import IN_FORCE
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
@@ -42,6 +46,7 @@ from ascend_parallel.settings import current_settings
 
 VERSIONS = ">=5.23,<5.24"
 NAME = "ascend_parallel"
+GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of some rows
 IGNORED = -100  # the label of a token that has no loss
 # What some models give their attention beside the mask, for each head or each token of a rank.
 NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
@@ -50,13 +55,18 @@ NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "c
 _WHOLE: ContextVar[bool] = ContextVar("whole sequences", default=False)
 
 
-def context_parallel(model: Any, group: dist.ProcessGroup | None = None) -> ContextParallel:
+def context_parallel(
+    model: Any, group: dist.ProcessGroup | None = None, *, exchange: str | None = None
+) -> ContextParallel:
     """Have the ranks of `group` share the sequences of a transformers model; return what cuts batches for it.
 
     model
         A decoder (or encoder) of text, as it was loaded: its attention implementation stays the one that computes.
     group
         The ranks that share a sequence; None: all ranks.
+    exchange
+        "heads": each rank gets whole sequences of some heads. "gather": each rank gets the keys and values of all
+        tokens. None: heads where each rank gets as many heads of keys, else what sends less.
 
     ``generate`` runs on whole sequences of each rank. Raises `ValueError` if the model or its heads cannot be shared by
     the ranks, `DegreeError` with COC_DETERMINISTIC=tp, `PatchError` for a version of transformers that is not known.
@@ -65,8 +75,16 @@ def context_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Cont
     if own is None:
         raise ValueError("context_parallel: torch.distributed is not initialised")
     current_settings().arithmetic.refuse("context_parallel: context parallelism has no tree")
-    _refuse(model, own)
-    context = ContextParallel(own, model.config._attn_implementation)
+    _refuse(model)
+    way, why = choose_exchange(*_heads_of(model), own.size(), exchange)
+    if own.rank() == 0:
+        log_exchange("context_parallel", way, why)
+    context = ContextParallel(own, model.config._attn_implementation, way)
+    if way == GATHER and context.implementation not in GATHERED:
+        raise ValueError(
+            f"context_parallel: keys are gathered ({why}), and attn_implementation={context.implementation!r} takes no "
+            f"masks of a rank's rows: give one of {', '.join(GATHERED)}"
+        )
     masks, attentions = _interfaces()
     masks.register(context.name, context.mask)
     attentions.register(context.name, context.attend)
@@ -85,7 +103,13 @@ def _interfaces() -> tuple[Any, Any]:
     return masking.AttentionMaskInterface, modeling.AttentionInterface
 
 
-def _refuse(model: Any, group: dist.ProcessGroup) -> None:
+def _heads_of(model: Any) -> tuple[int, int]:
+    """Return how many heads of queries and of keys a tensor-parallel rank of a model has."""
+    ranks, heads = getattr(model, "tp_size", None) or 1, model.config.num_attention_heads
+    return heads // ranks, max((getattr(model.config, "num_key_value_heads", None) or heads) // ranks, 1)
+
+
+def _refuse(model: Any) -> None:
     """Raise `ValueError` for a model whose sequences ranks cannot share."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -107,9 +131,6 @@ def _refuse(model: Any, group: dist.ProcessGroup) -> None:
                 f"context_parallel: {kind} has {name}={getattr(config, name)}; only 0 is allowed, because the elements "
                 "that are dropped would depend on the ranks"
             )
-    ranks = getattr(model, "tp_size", None) or 1
-    heads = config.num_attention_heads
-    repeats_of(heads // ranks, max((getattr(config, "num_key_value_heads", None) or heads) // ranks, 1), group.size())
 
 
 class ContextParallel:
@@ -121,11 +142,13 @@ class ContextParallel:
         The name of the model's own attention implementation.
     name
         The name under which transformers finds this one.
+    exchange
+        "heads" or "gather".
     """
 
-    def __init__(self, group: dist.ProcessGroup, implementation: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, implementation: str, exchange: str = HEADS) -> None:
         """Take a name of its own: models may be shared by different groups."""
-        self.group, self.implementation = group, implementation
+        self.group, self.implementation, self.exchange = group, implementation, exchange
         _, attentions = _interfaces()
         if (before := getattr(attentions._global_mapping.get(implementation), "__self__", None)) is not None:
             self.implementation = before.implementation  # the model has been made context parallel before
@@ -162,14 +185,15 @@ class ContextParallel:
         position_ids        [B, S] or None: positions that begin again at 0 separate documents (use_cache=False)
 
         A sequence that is no multiple of the ranks is padded at its end, with tokens that have no label and, if there
-        is an attention_mask, that nobody reads. The model's loss is this rank's share: the sum over the ranks is the
-        mean over all labels. So gradients are to be summed over the ranks; where they are averaged, multiply the loss
-        by the number of ranks. Raises `ValueError` for other shapes, `DisagreementError` if the ranks' first batches
-        differ.
+        is an attention_mask, that nobody reads. Where keys are gathered a rank has two pieces of 2 R, number i and
+        2 R - 1 - i, and the sequence is padded to a multiple of 2 R. The model's loss is this rank's share: the sum
+        over the ranks is the mean over all labels. So gradients are to be summed over the ranks; where they are
+        averaged, multiply the loss by the number of ranks. Raises `ValueError` for other shapes, `DisagreementError`
+        if the ranks' first batches differ.
         """
         batch, length = _shape(input_ids)
         ranks = self.group.size()
-        more = -length % ranks
+        more = -length % (2 * ranks if self._in_pieces else ranks)
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).expand(batch, length)
         given = {"labels": labels, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -188,11 +212,23 @@ class ContextParallel:
         if labels is not None:
             shifted = pad(labels, (0, more + 1), value=IGNORED)[:, 1:]
             whole |= {"labels": shifted, "shift_labels": shifted}
-        part = slice(*((length + more) // ranks * (self.group.rank() + end) for end in (0, 1)))
-        parts = {name: x[:, part].contiguous() for name, x in whole.items()}
+        parts = {
+            name: torch.cat([x[:, rows] for rows in self._own_rows(length + more)], 1) for name, x in whole.items()
+        }
         if labels is not None:
             parts["num_items_in_batch"] = (whole["labels"] != IGNORED).sum()
         return parts
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self.exchange == GATHER and self.group.size() > 1
+
+    def _own_rows(self, length: int) -> tuple[slice, ...]:
+        """Return where this rank's tokens lie in a sequence of `length` tokens."""
+        rank, ranks = self.group.rank(), self.group.size()
+        if self._in_pieces:
+            return pieces_of(rank, ranks, length // ranks)
+        return (slice(length // ranks * rank, length // ranks * (rank + 1)),)
 
     def _confirm_same_batch(self, input_ids: torch.Tensor) -> None:
         """Compare the first batch on all ranks: a loader that gives each rank another batch is a likely mistake."""
@@ -228,8 +264,9 @@ class ContextParallel:
                 f"context_parallel: the model is {how}: ranks share whole sequences, uncompiled; for generation call "
                 "generate(), or a loop of your own inside of whole()"
             )
+        config = self._own_config(options["config"])
         return SequenceMask(
-            attention_mask, _is_causal(mask_function), self._own_config(options["config"]), options["dtype"]
+            attention_mask, _is_causal(mask_function), config, options["dtype"], in_pieces=self._in_pieces
         )
 
     def _own_config(self, config: Any) -> Any:
@@ -254,15 +291,23 @@ class ContextParallel:
             raise ValueError(f"context_parallel: {type(module).__name__} is given a mask that the model made itself")
         mask, positions = attention_mask.of_all(options, self.group)
         self._refuse_options(module, options)
-        options |= {"position_ids": positions}
+        options |= {"position_ids": positions if self.exchange == HEADS else None}
         operands = query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
 
-        def attention(_: HeadGroup, *received: torch.Tensor) -> torch.Tensor:
+        def own_attention(mask: Any, *received: torch.Tensor) -> torch.Tensor:
             q, k, v = (x.permute(1, 2, 0, 3) for x in received)
             own, _ = self._own_attention(module, q, k, v, mask, options)
             return own.permute(1, 0, 2, 3)
 
-        o = exchanged_attention(module, operands, attention, self.group, IN_FORCE.framework)
+        def of_rows(rows: slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return own_attention(attention_mask.of_rows(rows, len(k), q.device), q, k, v)
+
+        def attention(heads: HeadGroup | KeyGroup, *received: torch.Tensor) -> torch.Tensor:
+            if isinstance(heads, KeyGroup):
+                return attend_pieces(of_rows, heads, *received, causal=attention_mask.causal)
+            return own_attention(mask, *received)
+
+        o = exchanged_attention(module, operands, attention, self.group, IN_FORCE.framework, self.exchange)
         return o.permute(1, 0, 2, 3).contiguous(), None
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
@@ -340,13 +385,17 @@ class SequenceMask:
         The model's configuration with its own attention implementation.
     dtype
         The dtype of the mask of eager attention.
+    in_pieces
+        Whether each rank has two pieces of the sequence (ops/key_gather.py).
     """
 
     padding: torch.Tensor | None
     causal: bool
     config: Any
     dtype: torch.dtype
+    in_pieces: bool = False
     _of_all: tuple[Any, torch.Tensor] | None = None
+    _of_rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def of_all(self, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
         """Return mask and positions [B, S] of the whole sequence; every rank's first layer gathers them."""
@@ -354,6 +403,23 @@ class SequenceMask:
             with torch.no_grad(), hide_from_selective_checkpoint():
                 self._of_all = self._gather(options, group)
         return self._of_all
+
+    def of_rows(self, rows: slice, keys: int, device: torch.device) -> Any:
+        """Return the mask of the rows at the places `rows`, for the first `keys` keys; None: nothing is masked.
+
+        Where the whole sequence has no mask, the attention itself makes a causal one, which is square.
+        """
+        assert self._of_all is not None
+        whole, _ = self._of_all
+        if whole is not None:
+            return whole[:, :, rows, :keys]
+        if not self.causal:
+            return None
+        place = rows.start, keys
+        if place not in self._of_rows:
+            own = torch.ones(1, 1, rows.stop - rows.start, keys, dtype=torch.bool, device=device)
+            self._of_rows[place] = own.tril_(rows.start)
+        return self._of_rows[place]
 
     def _gather(self, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
         positions = options.get("position_ids")
@@ -365,8 +431,11 @@ class SequenceMask:
         _refuse_different(rows, group)
         own = torch.cat(rows)
         of_all = _gathered(own, group).transpose(0, 1).flatten(1)  # [rows, S]
+        _refuse_uncut(of_all[: len(positions)].view(len(positions), group.size(), -1))
+        of_all = in_sequence(of_all.T, group.size()).T if self.in_pieces else of_all
         places, padding = of_all[: len(positions)], of_all[len(positions) :].bool()
-        _refuse_uncut(places.view(len(places), group.size(), -1))
+        if self.in_pieces:
+            _refuse_other_cut(places, padding, 2 * group.size())
         batch = len(positions) if self.padding is None else len(padding)
         embeds = torch.empty((), dtype=self.dtype, device=own.device).expand(batch, places.shape[1], 1)
         masking = importlib.import_module("transformers.masking_utils")
@@ -407,6 +476,22 @@ def _refuse_uncut(places: torch.Tensor) -> None:
         raise ValueError(
             "context_parallel: the positions of every rank begin at 0: give the model what cut(input_ids, ...) "
             "returns, or position_ids of each rank's part; whole sequences run inside of whole()"
+        )
+
+
+def _refuse_other_cut(places: torch.Tensor, padding: torch.Tensor, pieces: int) -> None:
+    """Raise `ValueError` if a piece does not go on where the one before it ends, in positions [B, S].
+
+    padding: [B, S], or [0, S]: tokens that are none have any position. Position 0 begins a document.
+    """
+    starts = torch.arange(1, pieces, device=places.device) * (places.shape[1] // pieces)
+    goes_on = (places[:, starts] == places[:, starts - 1] + 1) | (places[:, starts] == 0)
+    if len(padding):
+        goes_on = goes_on | ~padding[:, starts] | ~padding[:, starts - 1]
+    if not goes_on.all():
+        raise ValueError(
+            "context_parallel: keys are gathered, and the positions of the ranks are not those of two pieces for each "
+            f"rank, number i and {pieces} - 1 - i of {pieces}: give the model what cut(input_ids, ...) returns"
         )
 
 

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from ascend_parallel import DisagreementError, Settings
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.arithmetic import TP
-from ascend_parallel.overlap.context import attention_in_turn, run_attention
+from ascend_parallel.ops.key_gather import GATHER, HEADS, choose_exchange, pieces_of, sent_share
+from ascend_parallel.overlap.context import attend_pieces, attention_in_turn, run_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Case:
     """A sequence that `ranks` share, and how its attention is computed.
 
     heads: of queries, of keys.
+    exchange: how keys and values reach the queries.
     """
 
     ranks: int = 2
@@ -33,6 +35,7 @@ class Case:
     frozen: str = ""
     wrapped: str = ""  # how the call is wrapped
     groups: tuple[int, ...] = (1, 2, 4)
+    exchange: str = HEADS
 
 
 def operands(case, dtype=None):
@@ -47,16 +50,22 @@ def operands(case, dtype=None):
 def attend(case):
     """Return the attention that is given to the exchange, of [S, B, heads, features]."""
 
-    def attention(_, q, k, v):
+    def attention(keys, q, k, v):
+        if case.exchange == GATHER and keys is not None:
+            return attend_pieces(rows_attention, keys, q, k, v, causal=case.causal)
+        return rows_attention(None, q, k, v)
+
+    def rows_attention(rows, q, k, v):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        readers = q.shape[1] // k.shape[1]
+        readers, first = q.shape[1] // k.shape[1], 0 if rows is None else rows.start
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(first)
         if not case.eager:
-            o = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=readers > 1)
-            return o.permute(2, 0, 1, 3)
+            how = {"attn_mask": mask} if case.causal and rows is not None else {"is_causal": case.causal}
+            return scaled_dot_product_attention(q, k, v, **how, enable_gqa=readers > 1).permute(2, 0, 1, 3)
         k, v = (x.repeat_interleave(readers, dim=1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * case.width**-0.5
         if case.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(~mask, float("-inf"))
         return (torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v).permute(2, 0, 1, 3)
 
     return attention
@@ -79,21 +88,31 @@ def results(case, attention, parts, d_output):
     return {"output": o.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
 
 
+def own_tokens(case, group):
+    """Return the numbers of this rank's tokens: two pieces where keys are gathered, else one."""
+    share = case.length // group.size()
+    if case.exchange == GATHER:
+        return torch.cat([torch.arange(rows.start, rows.stop) for rows in pieces_of(group.rank(), group.size(), share)])
+    return torch.arange(share * group.rank(), share * (group.rank() + 1))
+
+
 def compared(group, case):
     """Return what differs from one rank's bits, the worst error against float64, and how many groups ran."""
-    own = slice(*(case.length // group.size() * (group.rank() + end) for end in (0, 1)))
+    own = own_tokens(case, group)
     *parts, d_output = operands(case)
     plain = replace(case, wrapped="")
     one_rank = results(plain, lambda *x: attend(case)(None, *x), parts, d_output)
     truth = results(plain, lambda *x: attend(case)(None, *x), *split_off(operands(case, torch.float64)))
+    operator = "key_gather" if case.exchange == GATHER else "head_exchange"
     different, ran, worst = [], [], 0.0
     for groups in (*case.groups, "in turn"):
-        before = COUNTS.as_dict().get("head_exchange", {"chunks": 0})["chunks"]
+        before = COUNTS.as_dict().get(operator, {"chunks": 0})["chunks"]
 
         def attention(q, k, v, groups=groups):
+            how = {"group": group, "exchange": case.exchange}
             if groups == "in turn":
-                return attention_in_turn(q, k, v, attend(case), group=group)
-            return run_attention(q, k, v, attend(case), group=group, settings=Settings(num_chunks=groups, mode=2))
+                return attention_in_turn(q, k, v, attend(case), **how)
+            return run_attention(q, k, v, attend(case), **how, settings=Settings(num_chunks=groups, mode=2))
 
         found = results(case, attention, [x[own] for x in parts], d_output[own])
         assert found.keys() == one_rank.keys()
@@ -101,7 +120,7 @@ def compared(group, case):
         for name, x in found.items():
             scale = truth[name].abs().max()
             worst = max(worst, float((x.double() - truth[name][own]).abs().max() / scale))
-        ran.append(COUNTS.as_dict()["head_exchange"]["chunks"] - before)
+        ran.append(COUNTS.as_dict().get(operator, {"chunks": 0})["chunks"] - before)
     return different, worst, ran
 
 
@@ -147,6 +166,71 @@ def test_heads_of_keys_that_ranks_cannot_share_go_to_several(ranks, case):
     for different, worst, _ in ranks(case.ranks).run(compared, case):
         assert {name for _, name in different} <= {"k", "v"}  # sums over the ranks that have the head
         assert worst < 2e-5
+
+
+GATHERS = [
+    Case(heads=(8, 1), groups=(1,)),
+    Case(heads=(8, 2), length=1280, batch=2, groups=(1, 2)),
+    Case(heads=(8, 2), dtype=torch.bfloat16, length=1280, groups=(2,)),
+    Case(ranks=4, heads=(6, 3), length=120, batch=2, groups=(1, 3)),
+    Case(ranks=3, heads=(8, 4), length=1152, groups=(4,)),
+    Case(heads=(8, 4), causal=False, values=24, eager=True, groups=(2,)),
+    Case(heads=(8, 4), wrapped="checkpoint", groups=(2,)),
+    Case(heads=(8, 4), wrapped="retained", groups=(2,)),
+    Case(heads=(8, 4), wrapped="saved on the host", frozen="v", groups=(2,)),
+    Case(heads=(8, 4), frozen="kv", groups=(2,)),
+    Case(heads=(8, 4), frozen="q", groups=(4,)),
+]
+
+
+@promise("context-gather")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", [replace(case, exchange=GATHER) for case in GATHERS], ids=str)
+def test_gathered_keys_have_the_rows_of_one_rank(ranks, case):
+    """Outputs and gradients of queries have its bits; gradients of keys and values are sums over the ranks."""
+    for different, worst, ran in ranks(case.ranks).run(compared, case):
+        assert {name for _, name in different} <= ({"k", "v"} if not case.eager else {"output", "q", "k", "v"})
+        assert worst < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[case.dtype]
+        passes = 2 if case.frozen != "kv" else 1
+        passes = {"checkpoint": 3, "retained": 3}.get(case.wrapped, passes)
+        assert ran == [*(groups * passes for groups in case.groups), 0]
+
+
+def repeated(group, case):
+    """Return gradients of keys in each number of groups, twice."""
+    own, found = own_tokens(case, group), []
+    *parts, d_output = operands(case)
+    for groups in (*case.groups, *case.groups):
+
+        def attention(q, k, v, groups=groups):
+            settings = Settings(num_chunks=groups, mode=2)
+            return run_attention(q, k, v, attend(case), group=group, exchange=GATHER, settings=settings)
+
+        found.append(results(case, attention, [x[own] for x in parts], d_output[own]))
+    return found
+
+
+def test_sums_of_gathered_keys_have_the_same_bits_in_any_groups(ranks):
+    case = Case(ranks=4, heads=(8, 4), length=128, dtype=torch.bfloat16, exchange=GATHER)
+    for first, *others in ranks(4).run(repeated, case):
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_heads_and_bytes_choose_the_exchange():
+    assert choose_exchange(32, 8, 4) == ("heads", "32 heads of queries and 8 of keys on 4 ranks: each gets as many")
+    assert choose_exchange(8, 2, 4)[0] == "gather"
+    assert "a gather sends 0.67 of what heads would" in choose_exchange(8, 2, 4)[1]
+    assert choose_exchange(16, 4, 8)[0] == "heads"  # a gather would send a third more
+    assert choose_exchange(7, 7, 2) == (
+        "gather",
+        "7 heads of queries and 7 of keys on 2 ranks: heads cannot be exchanged",
+    )
+    assert choose_exchange(32, 8, 4, "gather")[0] == "gather" and choose_exchange(8, 2, 4, "heads")[0] == "heads"
+    assert sent_share(32, 8, 4) == 32 / 40
+    with pytest.raises(ValueError, match="exchange='ring' is not allowed: give one of heads, gather, or None"):
+        choose_exchange(8, 8, 2, "ring")
+    with pytest.raises(ValueError, match="7 heads of queries and 7 of keys cannot be shared by the 2 ranks"):
+        choose_exchange(7, 7, 2, "heads")
 
 
 def refused(group, shape, heads, settings=None):

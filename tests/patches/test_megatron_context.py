@@ -56,7 +56,7 @@ CASES = [
 
 
 REFUSED = [
-    ({"num_query_groups": 1, "heads": 3, "hidden": 48}, {}, "heads"),
+    ({"num_query_groups": 1, "heads": 3, "hidden": 48, "cp_comm_type": "a2a"}, {}, "cannot be shared by the 2 ranks"),
     ({"attention_dropout": 0.1}, {}, "attention_dropout is not allowed with context_parallel_size=2"),
     ({}, {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask [1, 1, 8, 8] is not allowed"),
     ({}, {"length": 63}, "give a sequence that is a multiple of 4"),
@@ -158,11 +158,13 @@ def beside_one_rank(group, case):
             expected = own_part(d_embedded, 0, rank, context) if case.tensor_parallel == 1 else own_d_embedded
             found[groups] = {
                 "losses": torch.equal(own_losses, own_part(losses, 1, rank, context)),
+                "near": torch.allclose(own_losses, own_part(losses, 1, rank, context), rtol=1e-5),
                 "embedded": torch.equal(own_d_embedded, expected),
                 "weights": max(
                     ((weights[name] - truth[name]).abs().max() / truth[name].abs().max()).item() for name in truth
                 ),
                 "exchanges": COUNTS.as_dict().get("head_exchange", {}),
+                "gathers": COUNTS.as_dict().get("key_gather", {}).get("chunks", 0),
             }
         end_model_parallel()
         ascend_parallel.configure(num_chunks=1)
@@ -181,6 +183,25 @@ def test_a_gpt_whose_ranks_share_sequences_has_the_bits_of_one_rank(ranks, case)
             assert parts["exchanges"], groups
             assert parts["losses"] and parts["embedded"], (groups, parts)
             assert parts["weights"] < 2e-5, (groups, parts)
+
+
+GATHERS = [
+    Case(options={**LLAMA, "rope": True, "num_query_groups": 1}, groups=(1,)),
+    Case(options={"cp_comm_type": "all_gather", "recompute": True}, groups=(1, 2), masked=(40, 16), habits=True),
+    Case(ranks=4, tensor_parallel=2, options={"sequence_parallel": True, "heads": 8, "cp_comm_type": "all_gather"}),
+]
+
+
+@promise("context-gather")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", GATHERS, ids=range(len(GATHERS)))
+def test_a_gpt_whose_ranks_gather_keys_has_the_losses_of_one_rank(ranks, case):
+    """Losses are within rounding, as Megatron's own attention sums rows of other lengths; gradients are sums."""
+    for found in ranks(case.ranks).run(beside_one_rank, case):
+        for groups, parts in found.items():
+            passes = 3 if case.options.get("recompute") else 2
+            assert (parts["gathers"], parts["exchanges"]) == (groups * passes * 2, {}), groups
+            assert parts["near"] and parts["weights"] < 2e-5, (groups, parts)
 
 
 def refusal(group, options, changes):

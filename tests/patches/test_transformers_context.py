@@ -29,6 +29,7 @@ class Case:
     heads: of queries, of keys.
     documents: lengths of packed documents.
     padded: how many tokens of the first sequence are padding.
+    exchange: what is asked for.
     """
 
     model: str = "Llama"
@@ -42,6 +43,7 @@ class Case:
     documents: tuple[int, ...] = ()
     padded: int = 0
     wrapped: str = ""
+    exchange: str | None = None
 
 
 def built(case, dtype=None):
@@ -50,7 +52,7 @@ def built(case, dtype=None):
     kind = getattr(transformers, f"{case.model}Config")
     config = kind(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=64 - 64 % case.heads[0],
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=case.heads[0],
@@ -107,6 +109,15 @@ def whole_arguments(batch):
     return {**batch, "shift_labels": shifted, "num_items_in_batch": count}
 
 
+def own_tokens(case, context):
+    """Return the operator that runs, and the numbers of this rank's tokens: two pieces where keys are gathered."""
+    rank, ranks = context.group.rank(), context.group.size()
+    if context.exchange == "gather":
+        pieces = torch.arange(case.length).chunk(2 * ranks)
+        return "key_gather", torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+    return "head_exchange", torch.arange(case.length).chunk(ranks)[rank]
+
+
 def trained(group, case):
     """Return what differs from one rank's bits, the worst error against float64, and the groups that ran."""
     from ascend_parallel.patches.transformers import context_parallel
@@ -116,21 +127,21 @@ def trained(group, case):
     _, plain, rounded = step(built(case), arguments)
     true_loss, _, truth = step(built(case, torch.float64), arguments)
     model = built(case)
-    context = context_parallel(model, group)
-    part = slice(*(case.length // group.size() * (group.rank() + end) for end in (0, 1)))
+    context = context_parallel(model, group, exchange=case.exchange)
+    operator, part = own_tokens(case, context)
     different, worst, ran = [], [], []
     for groups in case.groups:
         verify = 1 if case.wrapped == "verify" else 0
         number = {"auto": True} if groups == "auto" else {"num_chunks": groups}
         ascend_parallel.configure(**number, verify_every=verify, **({"mode": 2} if groups == 1 else {}))
-        before = COUNTS.as_dict().get("head_exchange", {"calls": 0, "chunks": 0})
+        before = COUNTS.as_dict().get(operator, {"calls": 0, "chunks": 0})
         try:
             loss, found, gradients = step(model, context.cut(**batch_of(case)))
             if verify:
                 assert "checks of 2 layers, 0 over" in str(ascend_parallel.verification())
         finally:
             ascend_parallel.configure(num_chunks=1, verify_every=0)
-        after = COUNTS.as_dict()["head_exchange"]
+        after = COUNTS.as_dict()[operator]
         ran.append((after["chunks"] - before["chunks"]) / (after["calls"] - before["calls"]))
         different += [(groups, name) for name, x in found.items() if not torch.equal(x, plain[name][:, part])]
         dist.all_reduce(loss, group=group)
@@ -168,6 +179,76 @@ def test_a_shared_sequence_has_the_bits_of_one_rank(ranks, case):
         assert different == []
         assert worst < {torch.float32: 2e-6, torch.bfloat16: 1e-2}[case.dtype]
         assert case.groups == ("auto",) or ran == list(case.groups)
+
+
+GATHERS = [
+    Case(heads=(8, 2), groups=(1, 2), exchange="gather", length=640),
+    Case(ranks=4, heads=(8, 2), groups=(2,), batch=2),  # chosen: a gather sends two thirds
+    Case(heads=(7, 7), dtype=torch.bfloat16, groups=("auto",)),
+    Case(heads=(8, 4), exchange="gather", documents=(50, 30, 48), groups=(4,)),
+    Case(heads=(8, 4), exchange="gather", batch=2, padded=40, wrapped="checkpoints", groups=(2,)),
+    Case(heads=(8, 4), exchange="gather", attention="eager", wrapped="verify", groups=(2,)),
+]
+
+
+@promise("context-gather")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", GATHERS, ids=str)
+def test_gathered_keys_have_the_logits_of_one_rank(ranks, case):
+    """Logits and losses of sdpa have its bits; gradients are within rounding of the float64 truth."""
+    for different, worst, ran in ranks(case.ranks).run(trained, case):
+        allowed = {"activations"} if case.attention == "sdpa" else {"activations", "logits", "losses"}
+        assert {name for _, name in different} <= allowed
+        assert worst < {torch.float32: 4e-6, torch.bfloat16: 1e-2}[case.dtype]
+        assert case.groups == ("auto",) or ran == list(case.groups)
+
+
+def gathered(group):
+    """Return by name whether what users do with gathered keys is right, or its error."""
+    from ascend_parallel.patches.transformers import context_parallel
+
+    case, found = Case(length=125, heads=(8, 1)), {}
+    batch = batch_of(case)
+    plain, model = built(case).eval(), built(case).eval()
+    context = context_parallel(model, group)
+    with torch.no_grad():
+        expected = plain(input_ids=batch["input_ids"]).logits
+        parts = context.cut(batch["input_ids"])
+        _, own = own_tokens(Case(length=128), context)
+        shared = own < 125
+        logits = model(**parts).logits[:, shared]
+        found["an odd length"] = torch.allclose(logits, expected[:, own[shared]], atol=1e-5)
+        found["left padding"] = left_padded(context, plain, model)
+        if group.rank() == 0:
+            prompt = {"input_ids": batch["input_ids"][:, :9], "max_new_tokens": 3, "do_sample": False}
+            found["generation"] = torch.equal(model.generate(**prompt), plain.generate(**prompt))
+    contiguous = torch.arange(64)[None] + 64 * group.rank()
+    found["contiguous"] = raised(lambda: model(input_ids=parts["input_ids"], position_ids=contiguous))
+    found["flex"] = raised(lambda: context_parallel(built(Case(heads=(8, 1), attention="flex_attention")), group))
+    found["ring"] = raised(lambda: context_parallel(model, group, exchange="ring"))
+    return found
+
+
+def left_padded(context, plain, model):
+    ids = batch_of(Case(length=128))["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, :70] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = plain(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=True).logits
+    own = own_tokens(Case(length=128), context)[1]
+    parts = context.cut(ids, attention_mask=mask, position_ids=places)
+    logits = model(**parts, use_cache=True).logits
+    return torch.allclose(logits[:, own >= 70], expected[:, own[own >= 70]], atol=1e-5)
+
+
+def test_what_users_do_with_gathered_keys(ranks):
+    for found in ranks(2).run(gathered):
+        assert "keys are gathered, and the positions of the ranks are not those of two pieces" in found.pop(
+            "contiguous"
+        )
+        assert "attn_implementation='flex_attention' takes no masks of a rank's rows" in found.pop("flex")
+        assert "exchange='ring' is not allowed: give one of heads, gather, or None" in found.pop("ring")
+        assert [name for name, right in found.items() if right is not True] == []
 
 
 def used(group):
@@ -227,7 +308,7 @@ def errors(group):
     misuses = {
         "sliding window": lambda: context_parallel(windowed, group),
         "dropout": lambda: context_parallel(dropping, group),
-        "heads": lambda: context_parallel(built(Case(heads=(1, 1))), group),
+        "heads": lambda: context_parallel(built(Case(heads=(1, 1))), group, exchange="heads"),
         "no model": lambda: context_parallel(torch.nn.Linear(2, 2), group),
         "uncut": lambda: model(input_ids=ids[:, :64]),
         "labels": lambda: context.cut(ids, ids[:, 1:]),
