@@ -1,5 +1,7 @@
 """Time context parallelism on a shaped link: attention alone, and training steps of a Llama, in groups of heads.
 
+"gather" rows gather keys and values in the place of the exchange; their ranks have two pieces of the sequence each.
+
     python benchmarks/context.py --link 1gbit              attention and steps; five minutes
     python benchmarks/context.py --link 1gbit --attention  attention alone
     python benchmarks/context.py --link 1gbit --steps      steps alone
@@ -25,7 +27,8 @@ from measuring import in_turn, milliseconds, on_ranks, options_of, ratio, run, t
 from torch.nn.functional import scaled_dot_product_attention
 
 import ascend_parallel
-from ascend_parallel.overlap.context import attention_in_turn, run_attention
+from ascend_parallel.ops.key_gather import GATHER
+from ascend_parallel.overlap.context import attend_pieces, attention_in_turn, run_attention
 from ascend_parallel.settings import Settings
 
 RANKS, GROUPS = 2, (1, 2, 4)
@@ -91,6 +94,8 @@ def attention(group: dist.ProcessGroup, case: list[int], rounds: int) -> dict[st
         settings = Settings(num_chunks=count, mode=2)
         run_groups = partial(run_attention, attention=_attend, group=group, settings=settings)
         runs[f"{count} group{'s' if count > 1 else ''}"] = partial(trained, run_groups, drawn, gradient)
+        gathers = partial(run_attention, attention=_attend_rows, group=group, settings=settings, exchange=GATHER)
+        runs[f"gather, {count} group{'s' if count > 1 else ''}"] = partial(trained, gathers, drawn, gradient)
     return in_turn(runs, rounds)
 
 
@@ -98,6 +103,17 @@ def _attend(_: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     """Compute causal attention, [S, B, n, D]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+
+
+def _attend_rows(keys: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute causal attention of a rank's two pieces of the sequence."""
+
+    def attend(rows: slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril_(rows.start)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).permute(2, 0, 1, 3)
+
+    return attend_pieces(attend, keys, q, k, v, causal=True)
 
 
 def _nothing(_: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

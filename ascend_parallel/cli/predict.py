@@ -83,7 +83,18 @@ SequenceParallel = Annotated[
 VirtualStages = Annotated[
     int, typer.Option(min=1, max=MOST_ROWS, help="Pipeline stages of each rank; more than 1: interleaved.")
 ]
-ContextRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Context-parallel ranks of a sequence (ring).")]
+ContextRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Context-parallel ranks of a sequence.")]
+ContextExchange = Annotated[
+    str | None,
+    typer.Option(
+        help="How keys reach the queries of context-parallel ranks: ring, heads (Ulysses) or gather; default: heads in "
+        "a plan, else ring."
+    ),
+]
+ContextGroups = Annotated[
+    int,
+    typer.Option(min=1, max=MOST_ROWS, help="Groups of heads of an exchange or gather; 1: nothing of it is hidden."),
+]
 ExpertRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer.")]
 ExpertTensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share each expert's width.")]
 Zero = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
@@ -132,6 +143,8 @@ def predict(
     sequence_parallel: SequenceParallel = None,
     virtual_stages: VirtualStages = 1,
     cp: ContextRanks = 1,
+    cp_exchange: ContextExchange = None,
+    cp_groups: ContextGroups = 1,
     ep: ExpertRanks = 1,
     etp: ExpertTensorRanks = 1,
     zero: Zero = 0,
@@ -183,6 +196,8 @@ def predict(
             dtype=dtype_of(dtype or machine.dtype),
             tp=tp,
             cp=cp,
+            cp_exchange=cp_exchange or "",
+            cp_groups=cp_groups,
             ep=ep,
             etp=etp,
             sequence=seq,

@@ -66,6 +66,7 @@ def predict_run(run: PublishedRun) -> RunPrediction:
         dtype=DTYPES[run.dtype],
         device=hardware.device,
         cp=run.cp or 1,
+        cp_exchange=run.cp_exchange,
         ep=run.ep or 1,
         etp=run.etp or 1,
         fused_attention=run.flash_attention is not False,

@@ -88,6 +88,7 @@ class PublishedRun:
     tp: int = 0
     pp: int = 0
     cp: int = 0
+    cp_exchange: str = ""
     dp: int = 0
     experts: int = 0
     top_k: int = 0

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ascend_parallel.ops.key_gather import sent_share
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
@@ -15,6 +16,7 @@ from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
 from ascend_parallel.tuning.cost_model.layers import EXTRA_ACTIVATION, EXTRA_ROTARY, TransformerLayerTime
+from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
 from ascend_parallel.tuning.cost_model.step import Layout, held_weights, spread, step_time, step_work
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -246,3 +248,59 @@ def test_a_layer_takes_longer_by_what_is_not_fused():
         assert split.forward(schedule) - plain.forward(schedule) == pytest.approx(forward)
         assert split.backward(schedule) - plain.backward(schedule) == pytest.approx(backward)
     assert split.unfused == pytest.approx((forward, backward))
+
+
+def shared_sequence(model="llama3-8b", **options):
+    """Return a layer whose ranks share each sequence."""
+    options = {"sequence": 32768, "micro_batch": 1, "tp": 1, "cp": 8, **options}
+    return TransformerLayerTime(COSTS["ascend-910b2"], find_model(model), Batch(**options))
+
+
+@pytest.mark.parametrize("exchange", ["heads", "gather"])
+def test_one_part_in_so_many_groups_of_an_exchange_is_exposed(exchange):
+    bare = shared_sequence().kernel
+    whole = shared_sequence(cp_exchange=exchange)
+    sent = whole.attention - bare
+    assert sent > 0
+    for groups in (2, 4, 8):
+        cut = shared_sequence(cp_exchange=exchange, cp_groups=groups)
+        rest = sent * (1 - 1 / groups)
+        assert cut.attention == pytest.approx(sent / groups + max(bare, rest))
+        assert cut.attention_backward < whole.attention_backward
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_gather_sends_what_the_numbers_of_heads_say(ranks):
+    """Four collectives of heads and one of keys have other latencies, so the shares of bytes order them."""
+    found = [shared_sequence(cp=ranks, cp_exchange=name) for name in ("heads", "gather")]
+    exchanged, gathered = (layer.attention - layer.kernel for layer in found)
+    assert (gathered < exchanged) == (sent_share(32, 8, ranks) < 1) == (ranks == 2)
+    assert shared_sequence().batch.context == "ring"
+
+
+def test_a_plan_exchanges_heads_or_gathers_without_balance():
+    planned = {"activation": "torch", "rotary": "torch"}
+    heads, gather = (shared_sequence(**planned, cp_exchange=name) for name in ("heads", "gather"))
+    assert shared_sequence(**planned).attention == heads.attention
+    assert gather.kernel / heads.kernel == pytest.approx(2 - 1 / 8, rel=0.02)
+
+
+def test_ways_of_context_parallelism_that_are_not_known_are_refused():
+    for options, words in (
+        ({"cp_exchange": "ulysses"}, "cp_exchange='ulysses' is not allowed: give ring, heads, gather"),
+        ({"cp_groups": 2}, "cp_groups=2 is not allowed: give 1 with cp_exchange='ring', which is not cut"),
+        (
+            {"cp_exchange": "ring", "rotary": "torch"},
+            "cp_exchange='ring' is not allowed: give heads, gather, in a plan",
+        ),
+        ({"cp_groups": 2, "rotary": "torch"}, "give 1 with cp_exchange='heads', in a plan, which is not cut"),
+    ):
+        with pytest.raises(PlanningError) as error:
+            Batch(sequence=4096, micro_batch=1, tp=1, cp=2, **options)
+        assert words in str(error.value)
+
+
+def test_gathered_keys_stay_in_memory():
+    heads, gather = (shared_sequence(cp_exchange=name) for name in ("heads", "gather"))
+    kept = [layer_activations(layer.model, layer.batch, "none") for layer in (heads, gather)]
+    assert kept[1] - kept[0] == 7 * 4096 * 8 * 2 * 128 * 2  # of 7 other ranks: tokens, heads, two of 128, bytes

@@ -22,6 +22,8 @@ class Assumptions:
     dtype: torch.dtype
     tp: int
     cp: int = 1
+    cp_exchange: str = ""
+    cp_groups: int = 1
     ep: int = 1
     etp: int = 1
     sequence: int | None = None
@@ -43,6 +45,8 @@ class Assumptions:
             dtype=self.dtype,
             device=self.hardware.device,
             cp=self.cp,
+            cp_exchange=self.cp_exchange,
+            cp_groups=self.cp_groups,
             ep=self.ep,
             etp=self.etp,
             activation=operators_of(self.layout.runtime),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from ascend_parallel.ops.head_exchange import repeats_of
+from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
+from ascend_parallel.tuning.cost_model.cost import GATHER as ALL_GATHER
 from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model, ModelLinear, head_linear, layer_linears
@@ -63,22 +66,45 @@ class TransformerLayerTime:
 
     @cached_property
     def attention(self) -> float:
-        """Seconds of causal attention's forward: half the products of s x s scores in a fused kernel, else all."""
+        """Seconds of attention's forward, with what brings keys to the queries of ranks that share a sequence."""
         if not self.batch.fused_attention:
-            return self._written_attention(1, SOFTMAX_BYTES[self.batch.device][0])
-        model, batch = self.model, self.batch
-        pairs = batch.micro_batch * -(-model.heads // batch.tp) * batch.sequence * batch.own_sequence / 2
-        kernel = self.costs.attention(pairs, model.head_dim, model.value_dim, batch.dtype.itemsize)
-        return kernel + self._exchanges if batch.single_operators else max(kernel, self._rotation(1))
+            return self._shared(self._written_attention(1, SOFTMAX_BYTES[self.batch.device][0]), FORWARD)
+        return self._shared(self.kernel, FORWARD)
 
     @cached_property
     def attention_backward(self) -> float:
         """Seconds of attention's backward."""
         if not self.batch.fused_attention:
-            return self._written_attention(2, SOFTMAX_BYTES[self.batch.device][1])
-        if self.batch.single_operators:
-            return ATTENTION_BACKWARD * (self.attention - self._exchanges) + self._exchanges
-        return max(ATTENTION_BACKWARD * self.attention, self._rotation(2))
+            return self._shared(self._written_attention(2, SOFTMAX_BYTES[self.batch.device][1]), BACKWARD)
+        return self._shared(ATTENTION_BACKWARD * self.kernel, BACKWARD)
+
+    @cached_property
+    def kernel(self) -> float:
+        """Seconds of causal attention's forward in a fused kernel: half the products of s x s scores.
+
+        A plan cuts sequences into R pieces, so with gathered keys the last rank computes 2 - 1 / R times the mean; the
+        gather of ops/key_gather.py is balanced.
+        """
+        model, batch = self.model, self.batch
+        pairs = batch.micro_batch * -(-model.heads // batch.tp) * batch.sequence * batch.own_sequence / 2
+        if batch.single_operators and batch.context == GATHER:
+            pairs *= 2 - 1 / batch.cp
+        return self.costs.attention(pairs, model.head_dim, model.value_dim, batch.dtype.itemsize)
+
+    def _shared(self, kernel: float, direction: str) -> float:
+        """Return the seconds of attention with what brings keys to queries.
+
+        Of an exchange or a gather in groups of heads the first group and the last, 1 / groups of it, are exposed. A
+        ring's sends run under blocks of attention.
+        """
+        batch = self.batch
+        if batch.cp == 1:
+            return kernel
+        if batch.context not in (HEADS, GATHER):
+            return max(kernel, self._rotation(1 if direction == FORWARD else 2))
+        sent = self._exchanges if batch.context == HEADS else self._gather(direction)
+        exposed = sent / batch.cp_groups
+        return exposed + max(kernel, sent - exposed)
 
     def _written_attention(self, products: int, softmax: int) -> float:
         """Return the seconds of attention that writes all scores: `products` times two matmuls, and the softmax."""
@@ -95,14 +121,28 @@ class TransformerLayerTime:
         A plan runs these (docs/propagation.md, "Long sequences"; DeepSpeed-Ulysses, arXiv:2309.14509), no ring.
         """
         model, batch = self.model, self.batch
-        if batch.cp == 1:
-            return 0.0
-        inside = batch.cp if batch.tp * batch.cp <= self.costs.hardware.collectives.domain else 1
         row = batch.own_sequence * batch.micro_batch * batch.dtype.itemsize
         heads = [-(-count // batch.tp) for count in (model.heads, model.kv_heads, model.kv_heads, model.heads)]
         widths = model.head_dim, model.head_dim, model.value_dim, model.value_dim
+        if batch.cp_exchange == HEADS:
+            copies = repeats_of(heads[0], heads[1], batch.cp)
+            heads[1:3] = [copies * count for count in heads[1:3]]
         sizes = [row * count * width for count, width in zip(heads, widths, strict=True)]
-        return sum(self.costs.all_to_all(size, batch.cp, inside) for size in sizes)
+        return sum(self.costs.all_to_all(size, batch.cp, self._in_domain) for size in sizes)
+
+    @property
+    def _in_domain(self) -> int:
+        """How many of the ranks that share a sequence share a domain: all or one."""
+        return self.batch.cp if self.batch.tp * self.batch.cp <= self.costs.hardware.collectives.domain else 1
+
+    def _gather(self, direction: str) -> float:
+        """Return the seconds of the gather of keys and values, or of the sums of their gradients."""
+        model, batch = self.model, self.batch
+        heads = -(-model.kv_heads // batch.tp)
+        rows = batch.cp * batch.own_sequence * batch.micro_batch
+        size = rows * heads * (model.head_dim + model.value_dim) * batch.dtype.itemsize
+        kind = ALL_GATHER if direction == FORWARD else REDUCE_SCATTER
+        return self.costs.line(kind, size, batch.cp, self._in_domain)
 
     def _rotation(self, tensors: int) -> float:
         """Return the seconds of the ring that passes keys and values, and gradients, to all ranks of a sequence.
@@ -110,8 +150,6 @@ class TransformerLayerTime:
         Ring attention (arXiv:2310.01889): a send runs under a block of attention, so the longer of both counts.
         """
         model, batch = self.model, self.batch
-        if batch.cp == 1:
-            return 0.0
         heads = max(1, model.kv_heads // batch.tp)
         rows = batch.own_sequence * batch.micro_batch
         size = tensors * rows * heads * (model.head_dim + model.value_dim) * batch.dtype.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ascend_parallel.ops.key_gather import GATHER
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.step import (
     Layout,
@@ -61,6 +62,9 @@ def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: boo
         statistics = heads * rows * WIDE
     # Both norms' inputs and outputs; queries, keys, values; attention's result; the MLP before and after activation.
     kept = norms + rows * (projected + attended + ffn * (gated if model.gated else 2))
+    if batch.cp > 1 and batch.context == GATHER:  # keys and values of the other ranks
+        gathered = heads if batch.single_operators else kv_heads
+        kept += (batch.cp - 1) * rows * gathered * (model.head_dim + model.value_dim)
     if sparse:
         kept += _of_experts(model, batch)
     if not batch.fused_attention:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.key_gather import EXCHANGES, HEADS
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_text, require
@@ -22,6 +23,8 @@ from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of,
 
 # How a planned model runs what surrounds its matmuls (`Batch`).
 TORCH = "torch"
+# Keys and values of a sequence that ranks share go round a ring (arXiv:2310.01889).
+RING = "ring"
 MOST = 1 << 40
 DIMENSIONS = ("layers", "hidden", "ffn", "heads", "vocab")
 
@@ -194,6 +197,12 @@ class Batch:
 
     cp
         Ranks that share each sequence (context parallel); the linear layers see `sequence / cp` of it.
+    cp_exchange
+        How keys reach the queries: "ring"; "heads" (Ulysses: each rank gets whole sequences of some heads); "gather"
+        (each rank gets the keys and values of all tokens). "": as the runtime does, a ring in Megatron-core, heads in a
+        plan.
+    cp_groups
+        In how many groups of heads an exchange or a gather runs, under the attention of another; 1: nothing is hidden.
     ep, etp
         Ranks that share the experts of each layer (expert parallel), and ranks that share each expert's width.
     fused_attention
@@ -212,6 +221,8 @@ class Batch:
     dtype: torch.dtype = torch.bfloat16
     device: str = "npu"
     cp: int = 1
+    cp_exchange: str = ""
+    cp_groups: int = 1
     ep: int = 1
     etp: int = 1
     fused_attention: bool = True
@@ -220,13 +231,25 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Refuse values below 1."""
-        for option in ("sequence", "micro_batch", "tp", "cp", "ep", "etp"):
+        for option in ("sequence", "micro_batch", "tp", "cp", "cp_groups", "ep", "etp"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
+        known = EXCHANGES if self.single_operators else (RING, *EXCHANGES)
+        where = ", in a plan" if self.single_operators else ""
+        words = f"{', '.join(known)}{where}"
+        require("cp_exchange", self.cp_exchange, self.cp_exchange in ("", *known), words)
+        cuts = self.context in EXCHANGES and not self.single_operators
+        words = f"1 with cp_exchange={self.context!r}{where}, which is not cut"
+        require("cp_groups", self.cp_groups, self.cp_groups == 1 or cuts, words)
 
     @property
     def single_operators(self) -> bool:
         """Whether torch's own operators run one by one, as in a planned model."""
         return self.rotary == TORCH
+
+    @property
+    def context(self) -> str:
+        """How keys reach the queries of ranks that share a sequence: `RING`, `HEADS` or `GATHER`."""
+        return self.cp_exchange or (HEADS if self.single_operators else RING)
 
     @property
     def rows(self) -> int:

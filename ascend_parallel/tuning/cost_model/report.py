@@ -74,6 +74,8 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "dp": layout.dp,
         "pp": layout.pp,
         "cp": batch.cp,
+        "cp_exchange": batch.context if batch.cp > 1 else None,
+        "cp_groups": batch.cp_groups,
         "ep": batch.ep,
         "etp": batch.etp,
         "ranks": ranks,
@@ -100,7 +102,8 @@ def show(prediction: dict[str, Any], console: Console) -> None:
     mode = "sequence parallel" if prediction["sequence_parallel"] else "all-reduce"
     console.print(
         f"{prediction['model']} ({_sizes(prediction)}) on {prediction['hardware']}, "
-        f"TP {prediction['tp']} x CP {prediction['cp']} x DP {prediction['dp']} x PP {prediction['pp']} = "
+        f"TP {prediction['tp']} x CP {prediction['cp']}{_context(prediction)} x "
+        f"DP {prediction['dp']} x PP {prediction['pp']} = "
         f"{prediction['ranks']} ranks, {_experts(prediction)}{mode}, "
         f"sequence {prediction['sequence']}, micro-batch {prediction['micro_batch']}, {prediction['dtype']}, "
         f"recompute {prediction['recompute']}",
@@ -118,6 +121,14 @@ def show(prediction: dict[str, Any], console: Console) -> None:
 def _sizes(prediction: dict[str, Any]) -> str:
     total, active = (f"{prediction[name] / 1e9:.1f}B" for name in ("parameters", "active_parameters"))
     return total if prediction["active_parameters"] == prediction["parameters"] else f"{total}, {active} active"
+
+
+def _context(prediction: dict[str, Any]) -> str:
+    """Return in words how keys reach the queries of ranks that share a sequence; "": none do."""
+    if prediction["cp"] == 1:
+        return ""
+    groups = f", {prediction['cp_groups']} groups" if prediction["cp_groups"] > 1 else ""
+    return f" ({prediction['cp_exchange']}{groups})"
 
 
 def _experts(prediction: dict[str, Any]) -> str:
