@@ -45,7 +45,7 @@ from ascend_parallel.ops.multiply import (
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute
+from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_as
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import arriving, is_unfinished
 from ascend_parallel.process_groups.backend import backend_of
@@ -76,11 +76,12 @@ def matmul_all_reduce(
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
     chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
+    matmul = recorded_as(MATMUL, "matmul", multiply)
     with pending.launching():
         for stop, x_c, y_c in chunks:
             if up_to is not None:
                 up_to(stop)
-            compute(MATMUL, "matmul", multiply, x_c, w, y_c, row_tile)
+            matmul(x_c, w, y_c, row_tile)
             for addend in addends:
                 compute(BESIDE, "add", y_c.add_, addend[stop - y_c.shape[0] : stop])
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
@@ -150,6 +151,7 @@ def matmul_reduce_scatter(
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
     computed: list[tuple[StartScatter, torch.Tensor]] = []
+    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
     batched = backend_of(group, x_m.device).launches and not row_tile
     if batched and isinstance(w, torch.Tensor):
         w = w.expand(ranks, k, n)
@@ -162,12 +164,15 @@ def matmul_reduce_scatter(
         for start, stop, x_blocks, y_c, y_blocks, size in chunks:
             if up_to is not None:
                 up_to(stop)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
+            matmul(x_blocks, w, y_blocks, row_tile)
             for addend in addends:
                 rows_c = addend.view(ranks, rows, n)[:, stop - size : stop]
                 compute(BESIDE, "add", y_c.view(ranks, size, n).add_, rows_c)
+            if after is None:
+                pending.launch(start, y_c)
+                continue
             computed.append((start, y_c))
-            if after is None or after.done():
+            if after.done():
                 _start(computed, pending)
         if computed and after is not None:
             after.wait()
@@ -226,13 +231,14 @@ def all_gather_matmul(
     inputs = _peer_blocks(gathers, sizes, rank, batched)
     outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
 
+    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
     with gathering.launching():
         if not in_chunks:
             multiply_own(own_m, y_parts[rank], slice(0, own_m.shape[0]))
         COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
         for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
             gathering.wait_for(index)
-            compute(MATMUL, "matmul", multiply_blocks, x_blocks, w, y_blocks, row_tile)
+            matmul(x_blocks, w, y_blocks, row_tile)
             if each is not None:
                 for other in (*range(rank), *range(rank + 1, ranks)):
                     each(other, slice(*bounds[index]), gathers.rows[index][other])

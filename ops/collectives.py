@@ -22,9 +22,9 @@ from ascend_parallel.ops.blocks import summed_dtype
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.pending import limited
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
-from ascend_parallel.ops.record import BESIDE, Watch, compute
+from ascend_parallel.ops.record import BESIDE, Watch, compute, recorded_as
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import UNREAD, wait_limit, wait_within
+from ascend_parallel.process_groups import UNREAD, raise_failed_wait, wait_limit
 from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
@@ -82,7 +82,8 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
     beside the gathered rows: as much again, if these are kept.
     """
     (m, k), ranks, rank = x_shard_m.shape, group.size(), group.rank()
-    way = backend_of(group, x_shard_m.device).gathers
+    backend = backend_of(group, x_shard_m.device)
+    way = backend.gathers
     if len(sizes) == 1 and way != SENDS:
         whole = x_shard_m.new_empty(ranks, m, k)
         start = functools.partial(all_gather_single, whole.flatten(0, 1), group=group)
@@ -101,7 +102,7 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
         tag, peers = _gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
-        limit = wait_limit(group, x_shard_m.device)
+        limit = wait_limit(group, x_shard_m.device, backend)
         for rows_c in rows:
             works: list[Any] = []
             for peer in peers:
@@ -183,7 +184,15 @@ class FinishingWork:
         if not self._done:
             if self._limit is UNREAD and self._works:
                 self._limit = wait_limit(self._group, self._device)
-            wait_within(self._limit, self._group, *self._works)
+            limit = self._limit
+            for work in self._works:
+                try:
+                    if limit is None or not isinstance(work, dist.Work):
+                        work.wait()
+                    else:
+                        work.wait(limit)
+                except RuntimeError as error:
+                    raise_failed_wait(limit, self._group, work, error)
             self._done = True
             if self._finish is not None:
                 self._finish()
@@ -280,7 +289,7 @@ def _sum_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 # The sums as they are recorded.
 sum_in_rank_order: SumParts = functools.partial(compute, BESIDE, "sum", _sum_in_rank_order)  # type: ignore[call-arg]
 sum_in_tree: SumParts = functools.partial(compute, BESIDE, "sum", _sum_in_tree)  # type: ignore[call-arg]
-_SUMS: dict[str, SumParts] = {BY_BACKEND: sum_in_rank_order, BY_RANK: sum_in_rank_order, IN_TREE: sum_in_tree}
+_SUMS: dict[str, SumParts] = {BY_BACKEND: _sum_in_rank_order, BY_RANK: _sum_in_rank_order, IN_TREE: _sum_in_tree}
 
 
 def reduce_scatters(
@@ -291,14 +300,15 @@ def reduce_scatters(
     Where the backend has no reduce-scatter of its own, posts the receives of all chunks. gloo's own order is that of
     the ranks. For sums in a tree of 16-bit results the functions take fp32.
     """
-    outs, sum_parts = torch.split_with_sizes(out_m, sizes), _SUMS[order]
-    if backend_of(group, out_m.device).own_scatter:
+    outs, sum_parts = torch.split_with_sizes(out_m, sizes), recorded_as(BESIDE, "sum", _SUMS[order])
+    backend = backend_of(group, out_m.device)
+    if backend.own_scatter:
         start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
     tag = _scatter_tag(group)
-    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    peers = [*range(group.rank()), *range(group.rank() + 1, group.size())]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
-    limit = wait_limit(group, out_m.device)
+    limit = wait_limit(group, out_m.device, backend)
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
     starts: list[StartScatter] = []
     for out_c, parts in zip(outs, zip(*received, strict=True), strict=True):

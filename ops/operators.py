@@ -39,7 +39,7 @@ from ascend_parallel.ops.registry import (
     too_narrow,
     usual_chunks,
 )
-from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.process_groups.backend import SENDS, backend_of
@@ -157,9 +157,10 @@ def start_matmul_reduce_scatter(
     with autocast_off(x):
         call = OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts, product=product)
         x_m, right, choice = _prepare(call)
-        backend = backend_of(group, x.device)
-        if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
-            after = None
+        if after is not None:
+            backend = backend_of(group, x.device)
+            if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
+                after = None
         kernel, options = kernel_of(choice), dict(choice.options)
         if product is not None:
             addends = _addends(call, choice)
@@ -211,13 +212,20 @@ def start_gather_rows(
     other: the features on the other side of the matmul that reads the rows.
     """
     x_m = rows_of(x_shard)
-    sizes = split_rows(x_m.shape[0], usual_chunks(settings), settings.chunk_rows)
-    # The first as where another rank multiplies the rows that it gathers.
-    if own_rows_suffice(group.size(), x_m.device.type) or too_narrow(x_m.shape[1], other):
-        sizes = (x_m.shape[0],)
+    (rows, features), ranks = x_m.shape, group.size()
+    sizes = _gathered_sizes(rows, features, other, ranks, x_m.device.type, settings.for_operators)
     if len(sizes) > 1:  # whether rows are unfinished may differ between ranks, and decides nothing
         return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
     return reference.gather_rows(x_m, group, "all_gather")
+
+
+@functools.lru_cache(maxsize=4096)
+def _gathered_sizes(rows: int, features: int, other: int, ranks: int, device: str, settings: OperatorSettings) -> Sizes:
+    """Return the rows of each chunk of an all-gather of `rows` of so many features, as of `start_gather_rows`."""
+    # The first as where another rank multiplies the rows that it gathers.
+    if own_rows_suffice(ranks, device) or too_narrow(features, other):
+        return (rows,)
+    return split_rows(rows, usual_chunks(settings), settings.chunk_rows)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

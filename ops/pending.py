@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,15 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import UNREAD, LimitedWork, describe, listed, wait_limit, wait_within
+from ascend_parallel.process_groups import (
+    UNREAD,
+    LimitedWork,
+    describe,
+    listed,
+    raise_failed_wait,
+    wait_limit,
+    wait_within,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,24 +97,28 @@ class Pending:
         except RuntimeError as error:
             raise self._failure(index, error) from error
 
-    def wait_for(self, index: int) -> None:
-        """Wait for the collective `index`; raises `CollectiveError` on the rank that sees a failure."""
-        while IDLE_WORK and self._works and self._may_take(index):
-            IDLE_WORK.popleft()()
-        work = self._works[index] if self._works else None
-        if work is None:
-            return
-        try:
-            if self._recorded is None and isinstance(work, dist.Work):
-                wait_within(self._limit, self.group, work)
-            elif self._recorded is None:
-                work.wait()
-            else:
-                self._recorded.wait(index, functools.partial(wait_within, self._limit, self.group, work))
-        except RuntimeError as error:
-            raise self._failure(index, error) from error
-        if self._works:  # work beside the wait may have waited for all
-            self._works[index] = None
+    def wait_for(self, first: int, stop: int = 0) -> None:
+        """Wait for the collective `first`, or for those from it to before `stop`.
+
+        Raises `CollectiveError` on the rank that sees a failure.
+        """
+        for index in range(first, stop or first + 1):
+            while IDLE_WORK and self._works and self._may_take(index):
+                IDLE_WORK.popleft()()
+            work = self._works[index] if self._works else None  # work beside the wait may have waited for all
+            if work is None:
+                continue
+            try:
+                if self._recorded is not None:
+                    self._recorded.wait(index, functools.partial(wait_within, self._limit, self.group, work))
+                elif self._limit is None or not isinstance(work, dist.Work):
+                    work.wait()
+                else:
+                    work.wait(self._limit)
+            except RuntimeError as error:
+                self._raise_failure(index, work, error)
+            if self._works:
+                self._works[index] = None
 
     def _may_take(self, index: int) -> bool:
         """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next."""
@@ -115,10 +127,9 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
-        for index, work in enumerate(self._works):
-            if work is not None:
-                self.wait_for(index)
-        self._works.clear()
+        if self._works:
+            self.wait_for(0, len(self._works))
+            self._works.clear()
         return self.tensor
 
     @contextmanager
@@ -150,6 +161,13 @@ class Pending:
             with suppress(RuntimeError):  # the caller raises the first error
                 wait_within(self._limit, self.group, work)
         self._works.clear()
+
+    def _raise_failure(self, index: int, work: Work, error: RuntimeError) -> NoReturn:
+        """Raise the error of the wait for the collective `index`."""
+        try:
+            raise_failed_wait(None if self._recorded is not None else self._limit, self.group, work, error)
+        except RuntimeError as failed:
+            raise self._failure(index, failed) from error
 
     def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
         return _failure(f"{self._operator}, collective {index + 1} of {self._count},", self.group, error)

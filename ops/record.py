@@ -240,6 +240,12 @@ def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwa
     return recorder.compute(kind, name, function, *args, **kwargs)
 
 
+def recorded_as(kind: str, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Return what runs `function` as `compute` does, for a loop: `function` itself while no recorder is active."""
+    recorder = RECORDING.recorder
+    return function if recorder is None else functools.partial(recorder.compute, kind, name, function)
+
+
 def compute_rows(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return ``function(*args, **kwargs)``, an operator of unfinished rows; record it if a recorder is active."""
     recorder = RECORDING.recorder

@@ -214,7 +214,8 @@ class ColumnLinear(torch.autograd.Function):
         """Return the gradients of x, weight and bias."""
         layer: ParallelLinear = ctx.layer.in_backward
         kept, weight, layout = _saved(ctx)
-        layer.weight_gradient.begin(kept, weight)
+        if (begin := layer.weight_gradient.begin) is not None:
+            begin(kept, weight)
         output_gradient, dy = dy, dy.to(ctx.x_dtype)
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
@@ -223,8 +224,9 @@ class ColumnLinear(torch.autograd.Function):
         if layer.sequence_parallel:
             dx, dw = column_sequence_backward(dy, kept, weight, layer, layout)
         elif layer.reduce_input_grad and weight is not None:
-            layer.about_to_communicate()
-            settings = layer.settings_for(BACKWARD, dy, weight)
+            if layer.before_communicating is not None:
+                layer.before_communicating()
+            settings = layer.settings_for(BACKWARD, dy, weight) if layer.leaves_rows else layer.settings
             pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
             with pending.launching():
                 dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
@@ -279,7 +281,8 @@ class RowLinear(torch.autograd.Function):
         dy = dy.to(ctx.x_dtype)
         if layout == ANY:  # an int8 weight
             dy = rows_of(dy)
-        layer.weight_gradient.begin(x, weight)
+        if (begin := layer.weight_gradient.begin) is not None:
+            begin(x, weight)
         if not layer.sequence_parallel:
             dx, dw = _local_backward(dy, x, weight, layer)
         elif weight is not None:
@@ -366,11 +369,12 @@ def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor |
         kept = checked(x, x_dtensor)
     ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
     ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
+    ctx.saves_dtensors = x_dtensor is not None or weight_dtensor is not None
 
 
 def _saved(ctx: Any) -> tuple[Any, Any, str]:
     """Return what `_save` has saved: what dw needs, and the weight [N, K], dequantised, with its memory layout."""
-    kept, weight, *scales = map(local, ctx.saved_tensors)
+    kept, weight, *scales = map(local, ctx.saved_tensors) if ctx.saves_dtensors else ctx.saved_tensors
     if not scales:
         return kept, weight, ROW_MAJOR
     scale, offset = scales

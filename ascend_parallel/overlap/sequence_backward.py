@@ -67,7 +67,7 @@ def start_column_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        scattering = layer.settings_for(BACKWARD, dy, weight)
+        scattering = layer.settings_for(BACKWARD, dy, weight) if layer.leaves_rows else settings
         pending = start_matmul_reduce_scatter(
             dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
         )
@@ -93,7 +93,7 @@ def gradients_under(
     kept: x or its rows, None without dw; ``gathered()`` returns whole x. If dx may be unfinished, dw is postponed: it
     then runs under the collectives that wait for rows of dx, too.
     """
-    if not layer.may_leave(pending_dx):
+    if not (layer.leaves_rows and layer.may_leave(pending_dx)):
         dw = weight_gradient_of(layer, gathered(), dy)
         return pending_dx.wait(), dw
     dx = unfinished(pending_dx, layer.leaves_rows, "region backward")
@@ -130,13 +130,14 @@ def weight_gradient_of(
         return None
     x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
     product = layer.settings.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
-    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, product)
+    blocks = () if product is None else (product,)  # a program's own class may not take any
+    return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, *blocks)
 
 
 def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
     """Return db [N] of a column layer: dy [..., N]."""
     row_sum = layer.settings.arithmetic.bias_sum(layer.group.size(), layer.parts)
-    return layer.weight_gradient.bias(rows_of(dy.contiguous()), row_sum)
+    return layer.weight_gradient.bias(rows_of(dy.contiguous()), *(() if row_sum is None else (row_sum,)))
 
 
 def postponed_weight_gradient(
@@ -151,9 +152,9 @@ def postponed_weight_gradient(
     """
     if kept is None:
         return None
-    dy_m = rows_of(finished(dy).contiguous())
     if not (layer.leaves_rows and in_backward() and may_be_filled_later() and layer.weight_gradient.may_come_later):
-        return weight_gradient_of(layer, kept if gathered is None else gathered(), dy_m)
+        return weight_gradient_of(layer, kept if gathered is None else gathered(), dy)
+    dy_m = rows_of(finished(dy).contiguous())
     dw = kept.new_empty(dy_m.shape[1], kept.shape[-1])
 
     def write() -> None:

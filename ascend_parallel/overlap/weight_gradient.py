@@ -49,18 +49,17 @@ class GradientParts:
 
 
 class WeightGradient:
-    """Returns the weight gradient to autograd; frameworks derive from this class to accumulate elsewhere."""
+    """Returns the weight gradient to autograd; frameworks derive from this class to accumulate elsewhere.
 
-    _begin: Begin | None = None  # of classes that derive from this without calling its constructor
+    begin
+        Observes the start of the backward of a call that is checked; None for other calls.
+    """
+
+    begin: Begin | None = None  # of classes that derive from this without calling its constructor
 
     def __init__(self, begin: Begin | None = None) -> None:
-        """`begin` observes the backward of a call that is checked; None for other calls."""
-        self._begin = begin
-
-    def begin(self, kept: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        """Backward starts with `kept` (x or its gathered rows) and `weight`, each None if it is not needed."""
-        if self._begin is not None:
-            self._begin(kept, weight)
+        """Hold what observes the backward."""
+        self.begin = begin
 
     def postpone(self, dy: torch.Tensor) -> bool:
         """Keep dy for later and return True, or return False to compute the gradient in this backward."""

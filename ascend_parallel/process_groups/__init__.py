@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ascend_parallel.process_groups.backend import backend_of
+from ascend_parallel.process_groups.backend import Backend, backend_of
 
 
 def describe(group: dist.ProcessGroup) -> str:
@@ -49,14 +49,15 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 UNREAD = timedelta()
 
 
-def wait_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def wait_limit(group: dist.ProcessGroup, device: torch.device, backend: Backend | None = None) -> timedelta | None:
     """Return the time for which `wait_within` waits for works of `group` on tensors of `device`; None: the backend's.
 
+    backend: that of the group, if the caller has looked it up.
     gloo keeps to the group's own limit: half an hour in the groups that Megatron and torch's DeviceMesh make, whatever
     the program gave to init_process_group. A backend that does not block the host watches its collectives itself, and
     such a wait would stop the host.
     """
-    if not backend_of(group, device).blocks_host:
+    if not (backend or backend_of(group, device)).blocks_host:
         return None
     store: Any = c10d._get_process_group_store(group)
     limit: timedelta = store.timeout
@@ -75,10 +76,15 @@ def wait_within(limit: timedelta | None, group: dist.ProcessGroup, *works: Any) 
         try:
             work.wait(limit)
         except RuntimeError as error:
-            if work.is_completed():  # it failed by itself
-                raise
-            _close_connections(group)
-            raise RuntimeError(f"no answer within {limit.total_seconds():g} s") from error
+            raise_failed_wait(limit, group, work, error)
+
+
+def raise_failed_wait(limit: timedelta | None, group: dist.ProcessGroup, work: Any, error: RuntimeError) -> NoReturn:
+    """Raise the error of a wait for a work of `group`; if it ran out of `limit`, close the group's connections."""
+    if limit is None or not isinstance(work, dist.Work) or work.is_completed():  # it failed by itself
+        raise error
+    _close_connections(group)
+    raise RuntimeError(f"no answer within {limit.total_seconds():g} s") from error
 
 
 class LimitedWork:

@@ -42,7 +42,7 @@ class MegatronWeightGradient(WeightGradient):
         begin
             Observes the backward of a call that is checked; None for other calls.
         """
-        self._begin = begin
+        self.begin = begin
         self._weight = weight
         self._fused = fused
         self._layers = layers

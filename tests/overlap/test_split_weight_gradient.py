@@ -71,9 +71,9 @@ def order_of_work(group):
     """Return what is waited for and added, in order."""
     seen, wait_for, add = [], Pending.wait_for, GradientParts.add
 
-    def waited(self, index):
-        seen.append(f"wait {index}")
-        wait_for(self, index)
+    def waited(self, first, stop=0):
+        seen.append(f"wait {first}")
+        wait_for(self, first, stop)
 
     def added(self, x_m, dy_m):
         seen.append("add")

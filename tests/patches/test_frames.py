@@ -17,10 +17,10 @@ import ascend_parallel
 
 # Kind and sequence parallelism -> the most functions of this package in forward and in backward, with 4 chunks.
 MOST = {
-    ("RowParallelLinear", False): (70, 24),
-    ("ColumnParallelLinear", False): (40, 66),
-    ("RowParallelLinear", True): (118, 93),
-    ("ColumnParallelLinear", True): (110, 160),
+    ("RowParallelLinear", False): (61, 21),
+    ("ColumnParallelLinear", False): (40, 52),
+    ("RowParallelLinear", True): (100, 83),
+    ("ColumnParallelLinear", True): (105, 127),
 }
 MOST_LEFT_WHOLE = 4
 
