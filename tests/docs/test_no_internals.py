@@ -44,6 +44,7 @@ REMAINS = {
     "patches.mindspeed.layernorm_column.column_linear": SEEN,
     "patches.region_choice.MOST_WAITING": PLANTED,
     "patches.symm_mem.inductor._allowed": PART,
+    "patches.vllm.fused.problem_of": MACHINE,
     "sharding.planner.pruning._Messages": PART,
     "sharding.planner.pruning.ATTEMPT": PLANTED,
     "sharding.planner.pruning.ROUNDS": PLANTED,
