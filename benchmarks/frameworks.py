@@ -11,8 +11,8 @@ adapter of rank 16: of PEFT (transformers), by class (torch), or a wrapper as Me
 The table has medians, and the ratio plain / variant, paired by round, with a bootstrap interval; "communication" is its
 share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "compiled": torch.compile
 compiles each transformer layer, in both steps. "first step" includes auto's search for chunks. Steps in which
-COC_REGION=auto decides are not timed. Below the table stands what it decided, and for wrappers how much of the adapters'
-forward ran under their layers' collectives, from a timeline of one step.
+COC_REGION=auto decides are not timed. Below the table stands what it decided, and for wrappers how much of the
+adapters' forward ran under their layers' collectives, from a timeline of one step.
 """
 
 from __future__ import annotations
