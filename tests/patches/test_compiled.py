@@ -126,7 +126,10 @@ def test_layers_of_groups_of_one_rank_stay_parts_of_the_graph(group):
             _, graphs, chunks = counted(lambda run=run, x=x: run(x))
             assert chunks == 0
             found.append(graphs)
-    assert found[1] == found[2] == found[0]
+    plain, *patched = found
+    for graphs in patched:
+        assert [made for made, _ in graphs] == [made for made, _ in plain]
+        assert graphs[-1][1] <= plain[-1][1]
 
 
 def decoder_run(group, settings, plan, *, compiled=True, **options):
