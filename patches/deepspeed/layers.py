@@ -39,9 +39,9 @@ class DeepSpeed(Framework):
 
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why DeepSpeed's own forward of `layer` must run, or None."""
-        kind = type(layer)
-        if (kind.__module__, kind.__name__) not in ((MODULE, ROW), (MODULE, COLUMN)):
-            return "it is a class of its own"
+        own = next(kind.__name__ for kind in type(layer).__mro__ if kind.__module__ == MODULE)
+        if own not in KINDS:
+            return f"how DeepSpeed's {own} shares its features among ranks is not known here"
         if no_tree := self.settings.arithmetic.forbids("how DeepSpeed cuts fused weights is not known here"):
             return no_tree
         if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:

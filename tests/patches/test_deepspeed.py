@@ -129,16 +129,55 @@ def test_deepspeeds_own_overlap_is_a_conflict(ranks):
         assert "tp_overlap_comm=true (DeepSpeed's own overlap" in error
 
 
+def swapped(group):
+    """Train with layers whose class adds an adapter; return the names that differ from plain, and the coverage."""
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    def forward(self, x):
+        return super(type(self), self).forward(x) + torch.nn.functional.linear(x, self.adapter[0]) @ self.adapter[1].t()
+
+    classes = {
+        base: type(f"LoRA{base.__name__}", (base,), {"forward": forward}) for base in (LinearLayer, LinearAllreduce)
+    }
+    found = []
+    for chunks in (1, 4):
+        ascend_parallel.configure(num_chunks=chunks)
+        engine = engine_of(group, "Llama")
+        torch.manual_seed(0)
+        for layer in engine.module.model.layers.modules():
+            if type(layer) in classes:
+                out, into = layer.weight.shape
+                layer.adapter = [torch.randn(8, into) / into, torch.randn(out, 8)]
+                layer.__class__ = classes[type(layer)]
+        before = count_of("matmul_all_reduce")
+        found.append(steps(engine, 1))
+    covered = str(ascend_parallel.coverage(engine.module))
+    ascend_parallel.configure(num_chunks=1)
+    different = [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
+    return different, covered, count_of("matmul_all_reduce") - before
+
+
+def test_a_class_swap_is_overlapped_below_it(ranks):
+    for different, covered, calls in ranks(2).run(swapped):
+        assert different == []
+        assert covered.startswith("15 of 15")
+        assert calls == 7 * 2 + 1
+
+
 @on_ranks(2)
 def test_coverage_names_what_is_left(group):
     ascend_parallel.configure(num_chunks=4)
     engine = engine_of(group, "Llama")
+    from deepspeed.module_inject.layers import conv_LinearLayer
+
     layer = engine.module.model.layers[0]
-    layer.self_attn.q_proj.__class__ = type("Own", (type(layer.self_attn.q_proj),), {})
+    layer.self_attn.q_proj.__class__ = conv_LinearLayer
+    layer.self_attn.k_proj.__class__ = type("Own", (type(layer.self_attn.k_proj),), {})
     layer.mlp.up_proj._partition_sizes = (575, 577)
     text = str(ascend_parallel.coverage(engine.module))
     ascend_parallel.configure(num_chunks=1)
-    assert "1 Own: it is a class of its own" in text
+    own = "1 conv_LinearLayer: how DeepSpeed's conv_LinearLayer shares its features among ranks is not known here"
+    assert own in text
     assert "1 LinearLayer: its features are shared unevenly among ranks: [575, 577]" in text
     assert text.startswith("13 of 15")  # the vocabulary's layer, which gathers its output, too
 
