@@ -47,7 +47,6 @@ REMAINS = {
     "patches.vllm.fused.problem_of": MACHINE,
     "sharding.planner.pruning._Messages": PART,
     "sharding.planner.pruning.ATTEMPT": PLANTED,
-    "sharding.planner.pruning.ROUNDS": PLANTED,
     "sharding.planner.pruning.SMALL": PLANTED,
     "sharding.planner.pruning.optimum": SEEN,
     "sharding.redistribute.collectives.CoalescedCollective.wait": SEEN,
