@@ -117,7 +117,7 @@ class Vllm(Framework):
         """Return the reason why vLLM's own all-reduce of a group must run, or None."""
         if self.settings.deterministic:
             return "COC_DETERMINISTIC multiplies in tiles, which vLLM's kernels do not know"
-        if sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT:
+        if getattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", False):  # 0.11 has no such variable
             return "VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
         if _shares_memory(coordinator):
             return "its ranks share memory, where vLLM's own all-reduce is the faster one"
