@@ -54,8 +54,9 @@ def between_graphs(run: Function, traced: Function, always: Callable[[Any], bool
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        beside_graphs = torch.compiler.is_compiling() or _GRAPH_CALLBACK() not in (None, False)
-        if beside_graphs and (always(args[0]) or (torch.compiler.is_compiling() and in_whole_graph())):
+        if not torch.compiler.is_compiling() and _GRAPH_CALLBACK() in (None, False):
+            return run(*args, **kwargs)
+        if always(args[0]) or (torch.compiler.is_compiling() and in_whole_graph()):
             return traced(*args, **kwargs)
         return uncompiled(*args, **kwargs)
 

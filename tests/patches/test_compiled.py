@@ -129,7 +129,7 @@ def test_layers_of_groups_of_one_rank_stay_parts_of_the_graph(group):
     plain, *patched = found
     for graphs in patched:
         assert [made for made, _ in graphs] == [made for made, _ in plain]
-        assert graphs[-1][1] <= plain[-1][1]
+    assert found[1] == plain
 
 
 def decoder_run(group, settings, plan, *, compiled=True, **options):
