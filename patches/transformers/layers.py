@@ -23,6 +23,7 @@ from ascend_parallel.patches.dtensor_linear import (
     InForce,
     Installed,
     InstalledLayers,
+    calls_linear,
     compiled_note,
     framework_of_call,
     is_linear,
@@ -148,8 +149,8 @@ def _installed(style: Any, module: Any, mesh: Any) -> InstalledByPlan:
     uncut = given if column else made
     if uncut != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
         reason = f"its style {name} makes {made} of {given} in its forward"
-    if reason is None and not is_linear(type(module)):
-        reason = "it is no torch.nn.Linear, but a class of its own"
+    if reason is None and not calls_linear(type(module)):
+        reason = "its class does not call torch.nn.Linear's forward"
     return InstalledByPlan(
         in_force=IN_FORCE,
         kind=KINDS[name],
@@ -177,7 +178,7 @@ def _run(
     if reason is not None or not isinstance(x, torch.Tensor):
         framework.log_uncovered(module, reason or "")
         return inner(*args, **kwargs)
-    if not is_linear(type(module)):
+    if getattr(below, "__func__", None) is not type(module).forward and not is_linear(type(module)):
         name = full_name(type(module))
         framework.note(
             f"the tp_plan calls torch.nn.Linear's forward of layers that are {name} now, and not {name}'s own"

@@ -1,10 +1,13 @@
 """Hugging Face models with a tp_plan: losses and gradients, overlapped, plain, and of the whole model in float64."""
 
 import importlib.metadata
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ascend_parallel
 from ascend_parallel.patches.base import version_tuple
@@ -58,6 +61,56 @@ def test_losses_and_gradients(ranks, path, name, count, micro_batches):
             assert different == []
         assert error < 2e-5, where
         assert calls == ((4 if name in ("GPTNeoX", "Phi3") else 7) * 2 + 1) * micro_batches
+
+
+class LoRALinear(torch.nn.Linear):
+    """Adds an adapter's product, as torchtitan's class does; its weights are no parameters of the layer."""
+
+    def forward(self, x):
+        """Return both products' sum."""
+        torch.default_generator.manual_seed(self.in_features)
+        a, b = torch.randn(8, self.in_features).to(x.dtype) / 50, torch.randn(self.out_features, 8).to(x.dtype) / 50
+        if isinstance(x, DTensor):
+            column = x.placements == (Replicate(),)
+            places = (Replicate(), Shard(0)) if column else (Shard(1), Replicate())
+            a, b = (
+                distribute_tensor(part, x.device_mesh, [place], src_data_rank=None)
+                for part, place in zip((a, b), places, strict=True)
+            )
+        return super().forward(x) + F.linear(F.linear(x, a), b)
+
+
+def swapped_before(group, path):
+    """Return what differs from plain, the coverage, and the error, of layers whose class was set before the plan."""
+    from transformers.models.llama import modeling_llama
+
+    def made(kind):
+        own = kind.__init__
+
+        def init(self, *args, **kwargs):
+            own(self, *args, **kwargs)
+            for layer in self.children():
+                if isinstance(layer, torch.nn.Linear):
+                    layer.__class__ = LoRALinear
+
+        return mock.patch.object(kind, "__init__", init)
+
+    with made(modeling_llama.LlamaMLP), made(modeling_llama.LlamaAttention):
+        model, truth = load(group, path), load(group, path, torch.float64, tensor_parallel=False)
+    ascend_parallel.configure(num_chunks=4)
+    covered = str(ascend_parallel.coverage(model))
+    before = count_of("matmul_all_reduce", "chunks")
+    plain, overlapped = both(model, step)
+    chunks = count_of("matmul_all_reduce", "chunks") - before
+    return unequal(plain, overlapped), covered, chunks, worst(overlapped, step(truth))
+
+
+def test_a_class_swap_before_the_plan_is_overlapped(ranks, path):
+    for different, covered, chunks, (error, where) in ranks(2).run(swapped_before, path("Llama")):
+        assert different == []
+        assert covered == "15 of 15 linear layers covered"
+        assert chunks == 4 * (7 * 2 + 1)
+        assert error < 2e-5, where
 
 
 @pytest.mark.sample("Qwen2")
