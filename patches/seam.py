@@ -12,11 +12,26 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ascend_parallel.patches.base import PatchSet, PatchStatus
+from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
+
+
+@dataclass(frozen=True)
+class OnTop:
+    """A module that builds on a framework's layers, whose classes are patched once it is imported.
+
+    patch_set
+        Returns its patches, from the framework as it runs its layers.
+    note
+        Returns what is said when that happens, or None.
+    """
+
+    module: str
+    patch_set: Callable[[Any], PatchSet]
+    note: Callable[[], str | None] = lambda: None
 
 
 class AppliedPatches:
@@ -29,24 +44,49 @@ class AppliedPatches:
         patches: PatchSet,
         framework: Framework | None = None,
         others: Mapping[str, PatchSet] | None = None,
+        on_top: Sequence[OnTop] = (),
     ) -> None:
         """Hold patches of the framework `title` of `version`; `apply` applies them. `framework` runs its layers.
 
         others: patches of what builds on these layers, by name.
+        on_top: those that are applied once their module is imported.
         """
         self.title, self.version = title, version
-        self._runs = framework
+        self._runs, self._on_top = framework, on_top
         self._sets = {title: patches, **(others or {})}
 
     def apply(self) -> None:
         """Check all targets, then replace them; raises `PatchError` if the framework is not as expected."""
+        self.extend()
+
+    def extend(self, imported: ModuleType | None = None) -> None:
+        """Apply all patches whose modules have been imported, also those of `on_top`; `imported` just now."""
+        for number, other in enumerate(self._on_top):
+            name = f"{number} {other.module}"  # several may wait for one module
+            found = sys.modules.get(other.module)
+            # A module that imports the framework's layers itself is still being executed: it is imported later.
+            unfinished = getattr(getattr(found, "__spec__", None), "_initializing", False) and found is not imported
+            if found is not None and not unfinished and name not in self._sets:
+                self._add(name, other)
         for patches in self._sets.values():
             patches.apply(self.version)
         if self._runs is not None:
             self._runs.put_in_force()
 
-    def extend(self, imported: ModuleType) -> None:
-        """Apply patches of a module of `Seam.on_top` that has just been imported."""
+    def _add(self, name: str, other: OnTop) -> None:
+        """Add the patches of a module, or log why they do not fit it; with strict settings raise instead."""
+        assert self._runs is not None
+        patches = other.patch_set(self._runs)
+        try:
+            patches.check(self.version)
+        except PatchError as error:
+            if self._runs.settings.insists:
+                raise
+            say_once(f"{other.module} is left as it is: {error}")
+        else:
+            self._sets[name] = patches
+        if note := other.note():
+            say_once(note)
 
     def refuse_if_covered(self) -> None:
         """Raise `PatchError` if another patch was put on top of one of these."""

@@ -1,6 +1,7 @@
-"""DeepSpeed AutoTP: its two linear layers, overlapped.
+"""DeepSpeed: the two linear layers of AutoTP and the attention of Ulysses, overlapped.
 
-layers   the two replacements, and which layers and calls they cover
+layers   the replacements of AutoTP's layers, and which layers and calls they cover
+context  the replacement of Ulysses' attention
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from ascend_parallel.patches.base import Patch, PatchSet
+from ascend_parallel.patches.deepspeed import context
 from ascend_parallel.patches.deepspeed.layers import COLUMN, MODULE, ROW, DeepSpeed, layer_forward
 from ascend_parallel.patches.seam import AppliedPatches, Seam
 from ascend_parallel.settings import Settings
@@ -32,7 +34,8 @@ def patches(settings: Settings) -> AppliedPatches:
             (COLUMN, "reduces the input gradient under the weight gradient"),
         )
     ]
-    return AppliedPatches("deepspeed", version, PatchSet("deepspeed", VERSIONS, found, newest=NEWEST), framework)
+    layers = PatchSet("deepspeed", VERSIONS, found, newest=NEWEST)
+    return AppliedPatches("deepspeed", version, layers, framework, on_top=[context.ON_TOP])
 
 
-DEEPSPEED = Seam(name="deepspeed", title="deepspeed", module=MODULE, make=patches)
+DEEPSPEED = Seam(name="deepspeed", title="deepspeed", module=MODULE, make=patches, on_top=(context.ON_TOP.module,))

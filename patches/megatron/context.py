@@ -31,7 +31,7 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.patches.seam import OnTop
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 FIRST = (0, 13)

@@ -27,7 +27,7 @@ from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.patches.seam import OnTop
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 
 MODULE = "megatron.core.tensor_parallel.layers"

@@ -49,7 +49,7 @@ from ascend_parallel.patches.megatron.expert_modules import (
 )
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.megatron.seam import OnTop
+from ascend_parallel.patches.seam import OnTop
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 

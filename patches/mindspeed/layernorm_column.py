@@ -22,8 +22,8 @@ from ascend_parallel.patches.check import CheckedLinear
 from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.megatron.seam import OnTop
 from ascend_parallel.patches.mindspeed import version_note
+from ascend_parallel.patches.seam import OnTop
 
 MODULE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 NAMES = ("MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear")

@@ -30,15 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup
 from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, in_sequence, pieces_of
-from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.overlap.context import attend_pieces
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
-from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
+from ascend_parallel.patches.exchanged_attention import exchanged_attention, gathered, log_exchange
 from ascend_parallel.patches.transformers.layers import IN_FORCE
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
@@ -430,7 +428,7 @@ class SequenceMask:
         rows = [positions.long()] if self.padding is None else [positions.long(), self.padding.long()]
         _refuse_different(rows, group)
         own = torch.cat(rows)
-        of_all = _gathered(own, group).transpose(0, 1).flatten(1)  # [rows, S]
+        of_all = gathered(own, group).transpose(0, 1).flatten(1)  # [rows, S]
         _refuse_uncut(of_all[: len(positions)].view(len(positions), group.size(), -1))
         of_all = in_sequence(of_all.T, group.size()).T if self.in_pieces else of_all
         places, padding = of_all[: len(positions)], of_all[len(positions) :].bool()
@@ -447,18 +445,10 @@ class SequenceMask:
         return masking.create_causal_mask(**common, past_key_values=None, position_ids=packed), places
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the integers x [n, m] of all ranks, [R, n, m]."""
-    gathered = x.new_empty(group.size() * x.shape[0], x.shape[1])
-    name = "the positions of a sequence that ranks share"
-    NamedWork(name, all_gather_single(gathered, x, group), group, x.device).wait()
-    return gathered.view(group.size(), *x.shape)
-
-
 def _refuse_different(rows: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Raise `DisagreementError` on every rank if their positions and masks differ in shape: in each forward."""
     shapes = [len(rows[0]), len(rows[1]) if len(rows) > 1 else 0, rows[0].shape[1]]
-    by_rank = _gathered(torch.tensor([shapes], device=rows[0].device), group).flatten(1).tolist()
+    by_rank = gathered(torch.tensor([shapes], device=rows[0].device), group).flatten(1).tolist()
     if any(other != shapes for other in by_rank):
         ranks = zip(dist.get_process_group_ranks(group), by_rank, strict=True)
         what = "; ".join(

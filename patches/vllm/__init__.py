@@ -15,11 +15,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
-from types import ModuleType
 
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
 from ascend_parallel.patches.vllm import start
 from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm, all_reduce, row_forward
 from ascend_parallel.patches.vllm.row_wise import ASCEND_MATMUL, MODULES, RowWise, row_wise_call
@@ -64,7 +62,9 @@ def patches(settings: Settings) -> AppliedPatches:
         ),
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
-    return Applied("vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework)
+    return Applied(
+        "vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework, on_top=[ON_TOP]
+    )
 
 
 def worker() -> str:
@@ -90,23 +90,23 @@ def _patch_of(each: RowWise) -> Patch:
     )
 
 
+def _ascend_patch_set(_: Vllm) -> PatchSet:
+    """Return the patch of the matmul of vllm-ascend, which has been imported, if it has one of its own."""
+    own = ASCEND_MATMUL.exists() and not ASCEND_MATMUL.inherited()
+    return PatchSet("vllm-ascend", None, [_patch_of(ASCEND_MATMUL)] if own else [])
+
+
+ON_TOP = OnTop(ASCEND_MATMUL.module, _ascend_patch_set)
+
+
 class Applied(AppliedPatches):
     """The patches, and an entry among vLLM's variables, which its caches of compiled graphs know."""
 
     def apply(self) -> None:
         """Apply the patches."""
         super().apply()
-        ascend = sys.modules.get(ASCEND_MATMUL.module)
-        if ascend is not None and not getattr(ascend.__spec__, "_initializing", False):
-            self.extend(ascend)
         assert isinstance(self._runs, Vllm)
         start.mark_caches(self._runs)
-
-    def extend(self, imported: ModuleType) -> None:
-        """Patch the matmul of vllm-ascend, which has just been imported, if it has one of its own."""
-        if ASCEND_MATMUL.exists() and not ASCEND_MATMUL.inherited():
-            self._sets[imported.__name__] = PatchSet("vllm-ascend", None, [_patch_of(ASCEND_MATMUL)])
-            super().apply()
 
     def revert(self) -> None:
         """Restore the original methods."""
@@ -114,4 +114,4 @@ class Applied(AppliedPatches):
         start.unmark_caches()
 
 
-VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=(ASCEND_MATMUL.module,))
+VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=(ON_TOP.module,))
