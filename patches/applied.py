@@ -16,6 +16,7 @@ from ascend_parallel.patches.megatron import embedding as megatron_embedding
 from ascend_parallel.patches.megatron import every_degree as megatron_every_degree
 from ascend_parallel.patches.megatron import experts as megatron_experts
 from ascend_parallel.patches.megatron import seam as megatron_core
+from ascend_parallel.patches.mindspeed import context as mindspeed_context
 from ascend_parallel.patches.mindspeed import layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam, say_once
 from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
@@ -32,6 +33,7 @@ MEGATRON = megatron_core.seam(
     *megatron_experts.ON_TOP,
     megatron_context.ON_TOP,
     layernorm_column.ON_TOP,
+    mindspeed_context.ON_TOP,
     *EVERY_DEGREE,
 )
 SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)

@@ -1,6 +1,7 @@
 """MindSpeed on Megatron-core: its layer with a norm, and the switches of its CoC read as this package's.
 
 layernorm_column  MindSpeedTELayerNormColumnParallelLinear: MindSpeed's norm, then the overlapped column layer
+context           COC_TAKE_OVER=1: the attention of its Ulysses in groups of heads
 take_over         COC_TAKE_OVER=1: this package in place of MindSpeed's CoC, with MindSpeed's arguments
 """
 

@@ -178,6 +178,82 @@ def test_taking_over_too_late_is_an_error(mindspeed):
     assert "COC_TAKE_OVER=1 came too late" in output
 
 
+ULYSSES = "--tensor-model-parallel-size 1 --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+
+
+def ulysses_of(config):
+    """Return MindSpeed's attention of ranks that share sequences, as it wraps the attention of each layer."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import dot_product_attention
+    from megatron.core.transformer.enums import AttnMaskType
+    from mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel import (
+        UlyssesContextAttention,
+    )
+
+    local = dot_product_attention.DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    assert "MindSpeed" in type(local).__name__
+    return UlyssesContextAttention(local, parallel_state.get_context_parallel_group())
+
+
+def attended(attention, heads, dtype=torch.float32, whole=False):
+    """Return the output and the gradients of this rank's tokens, or of all tokens by plain attention in float64."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(32, 2, n, 16, generator=generator) for n in (heads[0], heads[1], heads[1], heads[0])]
+    causal = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    if whole:
+        q, k, v, d_o = (x.double() for x in drawn)
+    else:
+        q, k, v, d_o = (x.chunk(2)[dist.get_rank()].to(dtype) for x in drawn)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    if whole:
+        batch_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(*batch_first, attn_mask=~causal, enable_gqa=True)
+        o = o.permute(2, 0, 1, 3).flatten(2)
+    else:
+        o = attention(q, k, v, causal)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), d_o.flatten(2))
+
+
+def ulysses_in_groups(group):
+    import npu_operators
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.global_vars import get_args
+
+    import ascend_parallel
+
+    library = npu_operators.register()
+    config = core_transformer_config_from_args(get_args())
+    config.attention_dropout = 0.0
+    attention = ulysses_of(config)
+    for heads in ((4, 4), (8, 4), (4, 1)):
+        ascend_parallel.configure(num_chunks=1)
+        own = attended(attention, heads)
+        assert ascend_parallel.status().counts == {}
+        ascend_parallel.configure(num_chunks=2, mode=2, verify_every=1)
+        found = attended(attention, heads)
+        assert [torch.equal(x, y) for x, y in zip(found, own, strict=True)] == [True] * 4, heads
+        for x, right in zip(found, attended(attention, heads, whole=True), strict=True):
+            part = right.chunk(2)[dist.get_rank()]
+            assert (x - part).abs().max() < 1e-5 * part.abs().max()
+        count = ascend_parallel.status().counts["head_exchange"]
+        assert count["chunks"] == 2 * count["calls"] == 4, count
+        assert "attention of 1 layers: exchanged in 2 groups" in str(ascend_parallel.coverage(attention))
+        ascend_parallel.ops.COUNTS.clear()
+    assert "0 over the limit" in str(ascend_parallel.verification())
+    attention.local_attn.attention_dropout.p = 0.5
+    ascend_parallel.configure(num_chunks=2, mode=2, strict=True)
+    with pytest.raises(ascend_parallel.UnmetRequestError, match=r"attention_dropout=0\.5"):
+        attended(attention, (4, 4))
+    ascend_parallel.configure(num_chunks=2, mode=2, take_over=False)
+    assert "ascend_parallel" not in type(attention).forward.__code__.co_filename
+    del library
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["by import torch", "after MindSpeed"])
+def test_ulysses_is_taken_over(mindspeed, late):
+    mindspeed(ulysses_in_groups, ULYSSES, late=late, COC_TAKE_OVER="1", **ON)
+
+
 FB_OVERLAP = (
     "--moe-fb-overlap --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2 --sequence-parallel "
     "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16"

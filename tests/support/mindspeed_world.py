@@ -82,7 +82,10 @@ def on_a_rank(name, flags, late):
     global_vars.set_args(arguments.validate_args(arguments.parse_args()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    args = global_vars.get_args()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
+    )
     getattr(test_mindspeed, name)(dist.group.WORLD)
     print("every check was made")
     parallel_state.destroy_model_parallel()
