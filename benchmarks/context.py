@@ -6,6 +6,9 @@
     python benchmarks/context.py --link 1gbit --attention  attention alone
     python benchmarks/context.py --link 1gbit --steps      steps alone
 
+Where DeepSpeed can be imported (make compat-deepspeed; PYTHONPATH=.compat/deepspeed), "DeepSpeed's Ulysses" is its
+UlyssesSPAttentionHF around the same attention, in the same rounds.
+
 2 ranks of one thread share a sequence. "whole" exchanges all heads by torch's own all-to-alls, before and after the
 attention. The table of attention has medians of forward and backward in ms, medians of the ratio whole / own paired by
 round with bootstrap intervals, and the medians over max(T_comp, T_comm), below which few schedules come: T_comp is
@@ -16,6 +19,9 @@ backward and AdamW of a Llama of transformers, with sdpa; "whole" is one group.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -90,6 +96,8 @@ def attention(group: dist.ProcessGroup, case: list[int], rounds: int) -> dict[st
         "communication": lambda: trained(lambda *given: exchanged(given, _nothing), drawn, gradient),
         WHOLE: lambda: trained(lambda *given: exchanged(given, _attend), drawn, gradient),
     }
+    if (ulysses := _by_deepspeed(group, tokens, query_heads, key_heads, width)) is not None:
+        runs["DeepSpeed's Ulysses"] = partial(trained, ulysses, drawn, gradient)
     for count in GROUPS:
         settings = Settings(num_chunks=count, mode=2)
         run_groups = partial(run_attention, attention=_attend, group=group, settings=settings)
@@ -97,6 +105,42 @@ def attention(group: dist.ProcessGroup, case: list[int], rounds: int) -> dict[st
         gathers = partial(run_attention, attention=_attend_rows, group=group, settings=settings, exchange=GATHER)
         runs[f"gather, {count} group{'s' if count > 1 else ''}"] = partial(trained, gathers, drawn, gradient)
     return in_turn(runs, rounds)
+
+
+def _by_deepspeed(
+    group: dist.ProcessGroup, tokens: int, query_heads: int, key_heads: int, width: int
+) -> Callable[..., torch.Tensor] | None:
+    """Return the attention of q, k, v [s, B, N, D] by DeepSpeed's own Ulysses; None: DeepSpeed is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    os.environ.setdefault("LOCAL_RANK", str(group.rank()))
+    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    module: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+
+    def attend(_: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: object, **___: object) -> Any:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2), None
+
+    ulysses = module.UlyssesSPAttentionHF(
+        attn=attend,
+        batch_size=1,
+        attn_head_count=query_heads,
+        attn_head_size=width,
+        kv_head_count=key_heads,
+        num_hidden_layers=1,
+        process_group=group,
+        local_seq_length=tokens // group.size(),
+        global_seq_length=tokens,
+    )
+    places = torch.arange(tokens).chunk(group.size())[group.rank()][None]
+
+    def run(*operands: torch.Tensor) -> torch.Tensor:
+        batch_first = (x.permute(1, 2, 0, 3) for x in operands)
+        o, _ = ulysses(torch.nn.Identity(), *batch_first, None, position_ids=places)
+        heads: torch.Tensor = o.view(1, -1, query_heads, width).transpose(0, 1)
+        return heads
+
+    return run
 
 
 def _attend(_: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
