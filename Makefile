@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed test-vllm test-vllm-rest compat-vllm \
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed compat-transformers test-vllm test-vllm-rest compat-vllm \
 	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
@@ -84,6 +84,15 @@ compat-mindspeed: $(VENV)/ready  ## the real MindSpeed on the real Megatron-LM: 
 	test -d .compat/mindspeed || $(BIN)/python -m pip install --quiet --no-deps --target .compat/mindspeed $(MINDSPEED_NEEDS)
 	PYTHONPATH=.compat/mindspeed MINDSPEED=$(MINDSPEED) MEGATRON=$(MEGATRON) \
 		$(BIN)/python -m pytest tests/patches/test_mindspeed.py $(ARGS)
+
+# The oldest and the newest of `context_parallel`.
+TRANSFORMERS_VERSIONS ?= 5.18.0 5.23.0
+compat-transformers: $(TRANSFORMERS_VERSIONS:%=compat-transformers-%)  ## context parallelism on the oldest and the newest transformers
+
+compat-transformers-%: $(VENV)/ready
+	test -d .compat/transformers-$* || $(BIN)/python -m pip install --quiet --no-deps \
+		--target .compat/transformers-$* transformers==$*
+	PYTHONPATH=.compat/transformers-$* $(BIN)/python -m pytest tests/patches/test_transformers_context.py $(ARGS)
 
 # DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
 DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo pydantic pydantic_core annotated_types typing_inspection

@@ -7,7 +7,7 @@ are then two pieces of the sequence, so that causal masks give all ranks as much
 its part of a batch.
 
 The mask is that of the whole sequence, made by transformers' own functions: the positions and the padding of all ranks
-are gathered once in each forward of the model. Written against transformers 5.23, masking_utils.py and
+are gathered once in each forward of the model. Written against transformers 5.18 to 5.23, masking_utils.py and
 modeling_utils.py.
 """
 
@@ -42,7 +42,7 @@ from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
 from ascend_parallel.settings import current_settings
 
-VERSIONS = ">=5.23,<5.24"
+VERSIONS = ">=5.18,<5.24"
 NAME = "ascend_parallel"
 GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of some rows
 IGNORED = -100  # the label of a token that has no loss
@@ -360,11 +360,11 @@ def _is_causal(mask_function: Any) -> bool:
     plain = {masking.causal_mask_function: True, masking.bidirectional_mask_function: False}
     inner = mask_function
     joined = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    if [each.__qualname__.partition(".")[0] for each in joined] == [
-        "packed_sequence_mask_function",
-        "remap_positions_for_packed_sequence",
-    ]:
+    names = [each.__qualname__.partition(".")[0] for each in joined]
+    if names == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         inner = inspect.getclosurevars(joined[1]).nonlocals["mask_function"]
+    elif names[1:] == ["packed_sequence_mask_function"]:  # before 5.23
+        inner = joined[0]
     if inner not in plain:
         name = mask_function.__qualname__
         raise ValueError(f"context_parallel: the model makes its mask by {name}, which is neither causal nor full")
