@@ -247,7 +247,7 @@ class Megatron(Framework):
 def make_column_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``ColumnParallelLinear.forward``."""
 
-    def run(
+    def forward(
         self: Any,
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -290,13 +290,13 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         output: Output = run_linear(megatron, call)
         return output
 
-    return _installed(run, original, megatron, lambda layer: layer.output_size_per_partition == layer.output_size)
+    return _installed(forward, original, megatron, lambda layer: layer.output_size_per_partition == layer.output_size)
 
 
 def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
-    def run(self: Any, input_: torch.Tensor) -> Output:
+    def forward(self: Any, input_: torch.Tensor) -> Output:
         key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_)
@@ -328,7 +328,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         output: Output = run_linear(megatron, call)
         return output
 
-    return _installed(run, original, megatron, lambda layer: layer.input_size_per_partition == layer.input_size)
+    return _installed(forward, original, megatron, lambda layer: layer.input_size_per_partition == layer.input_size)
 
 
 def _installed(

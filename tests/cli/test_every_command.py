@@ -69,6 +69,7 @@ CALLED = {
     "--semi-auto": "semi_auto",
     "--data-dim": "data_dim",
     "--objective": "objective",
+    "--cp-exchange": "cp_exchange",
 }
 
 

@@ -210,7 +210,7 @@ FORWARD = (
 @pytest.mark.parametrize("order", ["import ascend_parallel, megatron.core", "import megatron.core, ascend_parallel"])
 def test_either_order_of_imports(order):
     patched = output(f"{order}; {FORWARD}", COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert patched.replace("\\", "/").endswith("patches/megatron/layers.py")
+    assert patched.replace("\\", "/").endswith("patches/compiled.py")
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_off_means_untouched(plain, environ):
 def test_exporting_the_variable_is_enough():
     off = {"COC_PARALLEL_NUM": "4", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     files = outputs(FORWARD, {"COC_PARALLEL_NUM": "4"}, {"USE_COC_FUSED_KERNEL": "1"}, off)
-    assert [file.endswith("patches/megatron/layers.py") for file in files] == [True, True, False]
+    assert [file.endswith("patches/compiled.py") for file in files] == [True, True, False]
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_an_import_reads_the_variables_at_once_unless_the_program_is_our_own_com
         return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
 
     program = run(forked_python(), str(script), "-m", "ascend_parallel").stdout
-    assert program.startswith("3 3 ") and "patches/megatron/layers.py column_linear" in program
+    assert program.startswith("3 3 ") and "patches/compiled.py column_linear" in program
     assert run(forked_python(), "-m", "ascend_parallel", "run", str(script)).stdout == program
     assert run(str(Path(sys.executable).with_name("ascend-parallel")), "run", str(script)).stdout == program
 
@@ -430,7 +430,7 @@ def test_run_a_script(tmp_path):
             code, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(tmp_path)
         ).splitlines()
         assert lines[0] == "['--layers', '2'] __main__ 5"
-        assert lines[1].endswith("patches/megatron/layers.py")
+        assert lines[1].endswith("patches/compiled.py")
 
 
 @pytest.mark.slow

@@ -3,8 +3,9 @@
 import time
 
 import pytest
+import torch
 
-from ascend_parallel.patches.vllm.auto import COUNTS, TURNS, MeasuredCounts, TimedSteps, chosen, measure
+from ascend_parallel.patches.vllm.auto import COUNTS, TURNS, MeasuredCounts, Sum, TimedSteps, chosen, measure
 
 
 def turns(*seconds):
@@ -27,7 +28,8 @@ def test_the_fastest_count_of_the_slowest_rank(by_rank, count):
 
 def test_a_number_of_tokens_takes_the_count_of_the_nearest():
     found = MeasuredCounts((TimedSteps(4096, {}, 8), TimedSteps(1024, {}, 1)), 0.0)
-    assert [found.count(tokens) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
+    summed = Sum(768, 768, torch.float32)
+    assert [found.count(tokens, summed) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
 
 
 def measured(group):
