@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -87,14 +88,11 @@ class ExpertGroup:
         ``received[rank][expert]``: the number of rows from each rank for each expert.
     """
 
+    gathers: ClassVar[bool] = False  # each rank gets rows of its own
+
     experts: range
     places: tuple[slice, ...]
     received: tuple[tuple[int, ...], ...]
-
-    @property
-    def gathers(self) -> bool:
-        """False: each rank gets rows of its own."""
-        return False
 
     @property
     def sent_sizes(self) -> list[int]:

@@ -15,36 +15,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar, TypeVar
 
 import torch
 
 from ascend_parallel.ops.problem import HEAD_EXCHANGE
 from ascend_parallel.ops.rows import Sizes
 
+Heads = TypeVar("Heads", bound="SharedHeads")
+
 
 @dataclass(frozen=True)
-class HeadGroup:
-    """Heads of keys of each rank that are exchanged together, with the heads of queries that read them.
+class SharedHeads:
+    """Heads of keys that travel together between ranks that share a sequence, with the heads of queries that read them.
 
     heads
-        The numbers of the heads of keys, on a rank.
+        The numbers of the heads of keys, of those below.
     of
-        How many heads of keys a rank has.
+        How many heads of keys there are: of each rank if heads are exchanged, in all if keys are gathered.
     lengths
         How many tokens each rank of the process group has.
     rank
         This rank's number in the group.
     """
 
+    gathers: ClassVar[bool]
+    """Whether all ranks get the same rows, or each its own."""
+
     heads: range
     of: int
     lengths: tuple[int, ...]
     rank: int
 
-    @property
-    def gathers(self) -> bool:
-        """False: each rank gets rows of its own."""
-        return False
+    @classmethod
+    def cut(cls: type[Heads], sizes: Sizes, lengths: Sequence[int], rank: int) -> list[Heads]:
+        """Cut the heads of keys into groups of `sizes` heads."""
+        cuts = pairwise(accumulate(sizes, initial=0))
+        return [cls(range(first, stop), sum(sizes), tuple(lengths), rank) for first, stop in cuts]
 
     @property
     def sent_sizes(self) -> list[int]:
@@ -56,14 +63,20 @@ class HeadGroup:
         """The tokens that come from each rank."""
         return list(self.lengths)
 
+    def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a buffer for the group's heads of x [s, B, N, D] from all ranks: [R s, B, n, D]."""
+        return like.new_empty(sum(self.sent_sizes), *like.shape[1:])
+
+
+class HeadGroup(SharedHeads):
+    """Heads of keys of each rank that are exchanged together."""
+
+    gathers = False
+
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return the group's heads of x [s, B, N, D], contiguous, rank after rank: [R s, B, n, D]."""
         joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()
         return joined.flatten(3, 4).flatten(0, 1)
-
-    def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for the group's heads of x [s, B, N, D] from all ranks: [R s, B, n, D]."""
-        return like.new_empty(sum(self.sent_sizes), *like.shape[1:])
 
     def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
         """Copy heads that came back, [R s, B, n, D], to their places in x [s, B, N, D]."""
@@ -76,12 +89,6 @@ class HeadGroup:
         tokens, batch, heads, width = x.shape
         by_rank = x.view(tokens, batch, len(self.lengths), self.of, heads // (len(self.lengths) * self.of), width)
         return by_rank[:, :, :, self.heads.start : self.heads.stop]
-
-
-def head_groups(sizes: Sizes, lengths: Sequence[int], rank: int) -> list[HeadGroup]:
-    """Cut the heads of keys of each rank into groups of `sizes` heads."""
-    cuts = pairwise(accumulate(sizes, initial=0))
-    return [HeadGroup(range(first, stop), sum(sizes), tuple(lengths), rank) for first, stop in cuts]
 
 
 def repeats_of(query_heads: int, key_heads: int, ranks: int) -> int:

@@ -17,15 +17,10 @@ all ranks have as much, and keys after a piece are left out (`keys_before`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-
 import torch
 
 from ascend_parallel.ops.collectives import sum_in_rank_order
-from ascend_parallel.ops.head_exchange import repeats_of
-from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.head_exchange import SharedHeads, repeats_of
 
 # Keys after a piece are left out in whole blocks of so many. torch's flash attention on CPUs takes 512 keys at a time:
 # a block whose keys are all masked changes no bit, and a block that is cut does (aten/src/ATen/native/cpu/
@@ -37,39 +32,10 @@ HEADS, GATHER = "heads", "gather"
 EXCHANGES = (HEADS, GATHER)
 
 
-@dataclass(frozen=True)
-class KeyGroup:
-    """Heads of keys that are gathered together, with the heads of queries that read them.
+class KeyGroup(SharedHeads):
+    """Heads of keys that are gathered together."""
 
-    heads
-        The numbers of the heads of keys.
-    of
-        How many heads of keys there are.
-    lengths
-        How many tokens each rank of the process group has.
-    rank
-        This rank's number in the group.
-    """
-
-    heads: range
-    of: int
-    lengths: tuple[int, ...]
-    rank: int
-
-    @property
-    def gathers(self) -> bool:
-        """True: all ranks get the same."""
-        return True
-
-    @property
-    def sent_sizes(self) -> list[int]:
-        """The tokens that go to each rank: this rank's."""
-        return [self.lengths[self.rank]] * len(self.lengths)
-
-    @property
-    def received_sizes(self) -> list[int]:
-        """The tokens that come from each rank."""
-        return list(self.lengths)
+    gathers = True
 
     def heads_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return the group's heads of x [s, B, N, D], of queries or of keys: a view [s, B, n, D]."""
@@ -80,10 +46,6 @@ class KeyGroup:
         """Return the group's heads of x [s, B, N, D], contiguous."""
         return self.heads_of(x).contiguous()
 
-    def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for what all ranks have of this rank's tokens: [R s, B, n, D]."""
-        return like.new_empty(sum(self.sent_sizes), *like.shape[1:])
-
     def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
         """Write the sum of what the ranks have, [R s, B, n, D], to the group's heads of x [s, B, N, D]."""
         parts = came_back.view(len(self.lengths), -1, *came_back.shape[1:]).unbind()
@@ -91,12 +53,6 @@ class KeyGroup:
             self.heads_of(x).copy_(parts[0])
         else:
             sum_in_rank_order(parts, self.heads_of(x))
-
-
-def key_groups(sizes: Sizes, lengths: Sequence[int], rank: int) -> list[KeyGroup]:
-    """Cut the heads of keys into groups of `sizes` heads."""
-    cuts = pairwise(accumulate(sizes, initial=0))
-    return [KeyGroup(range(first, stop), sum(sizes), tuple(lengths), rank) for first, stop in cuts]
 
 
 def choose_exchange(query_heads: int, key_heads: int, ranks: int, asked: str | None = None) -> tuple[str, str]:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from ascend_parallel.ops.head_exchange import HeadGroup, head_groups, repeats_of
-from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, in_sequence, key_groups, keys_before, pieces_of
+from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, in_sequence, keys_before, pieces_of
 from ascend_parallel.ops.operators import log_once
 from ascend_parallel.ops.part_exchange import Rows, part_exchange
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
@@ -99,8 +99,8 @@ def run_attention(
     q, k, v = _spread(q, k, v, group, exchange)
     choice = attention_choice(q, k, v, group, settings, exchange)
     lengths = [len(q)] * group.size()
-    cut_groups: Callable[..., Sequence[Part]] = key_groups if exchange == GATHER else head_groups
-    groups = cut_groups(choice.sizes, lengths, group.rank())
+    kind: type[Part] = KeyGroup if exchange == GATHER else HeadGroup
+    groups = kind.cut(choice.sizes, lengths, group.rank())
     graded = torch.is_grad_enabled()
     call = AttentionCall(attention=attention, groups=groups, group=group, choice=choice, graded=graded)
     output: torch.Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
@@ -161,10 +161,10 @@ def attention_in_turn(
     ranks = group.size()
     q, k, v = _spread(q, k, v, group, exchange)
     if exchange == GATHER:
-        (keys,), each = key_groups((k.shape[2],), [len(q)] * ranks, group.rank()), [len(q)] * ranks
+        (keys,), each = KeyGroup.cut((k.shape[2],), [len(q)] * ranks, group.rank()), [len(q)] * ranks
         gathered = [all_to_all_single_autograd(x.repeat(ranks, 1, 1, 1), each, each, group) * 1 for x in (k, v)]
         return _checked(attention(keys, q, *gathered), q, v)
-    (heads,) = head_groups((k.shape[2] // ranks,), [len(q)] * ranks, group.rank())
+    (heads,) = HeadGroup.cut((k.shape[2] // ranks,), [len(q)] * ranks, group.rank())
     sizes = heads.received_sizes, heads.sent_sizes
     # The products wait for the rows.
     received = [all_to_all_single_autograd(heads.join(x), *sizes, group) * 1 for x in (q, k, v)]
