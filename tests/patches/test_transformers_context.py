@@ -203,14 +203,20 @@ def test_gathered_keys_have_the_logits_of_one_rank(ranks, case):
         assert case.groups == ("auto",) or ran == list(case.groups)
 
 
+def evaluated(case, group):
+    """Return a batch, the model on one card and shared by the group, and how it is cut."""
+    from ascend_parallel.patches.transformers import context_parallel
+
+    plain, model = built(case).eval(), built(case).eval()
+    return batch_of(case), plain, model, context_parallel(model, group)
+
+
 def gathered(group):
     """Return by name whether what users do with gathered keys is right, or its error."""
     from ascend_parallel.patches.transformers import context_parallel
 
     case, found = Case(length=125, heads=(8, 1)), {}
-    batch = batch_of(case)
-    plain, model = built(case).eval(), built(case).eval()
-    context = context_parallel(model, group)
+    batch, plain, model, context = evaluated(case, group)
     with torch.no_grad():
         expected = plain(input_ids=batch["input_ids"]).logits
         parts = context.cut(batch["input_ids"])
@@ -256,9 +262,7 @@ def used(group):
     from ascend_parallel.patches.transformers import context_parallel
 
     case, found = Case(length=125, heads=(8, 8)), {}
-    batch = batch_of(case)
-    plain, model = built(case).eval(), built(case).eval()
-    context = context_parallel(model, group)
+    batch, plain, model, context = evaluated(case, group)
     with torch.no_grad():
         expected = plain(input_ids=batch["input_ids"]).logits
         parts = context.cut(batch["input_ids"])
