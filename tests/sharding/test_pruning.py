@@ -146,3 +146,12 @@ def test_a_limit_of_work_ends_the_search_with_the_same_plan_on_every_process(ran
     problem = near_ties()
     assert problem.cost(chosen) == pytest.approx(cost)
     assert 0.99 * cost < bound < cost * (1 - 1e-9)
+
+
+def test_a_plan_that_the_limit_left_unproven_is_said_with_its_gap(monkeypatch, caplog):
+    for name, limit in (("ROUNDS", 1), ("EVERY", 1), ("SMALL", 0), ("ATTEMPT", 0), ("MOST_LEFT", 0)):
+        monkeypatch.setattr(pruning, name, limit)
+    plan = propagate(scan(Mamba, 2), MESH, objective="time")
+    assert plan.bound is not None and 0 < plan.bound < plan.cost
+    assert f"no plan takes less than {1e3 * plan.bound:.4g} ms" in caplog.text
+    assert set(plan.inputs) == set(plan.graph.nodes)

@@ -168,6 +168,12 @@ def propagate(
         plan = plan_under_backward(search) if search.overlaps else search.plan()
     if memory_limit is not None and plan.memory().total > memory_limit:
         plan = _within(search, memory_limit)
+    warn_if_unproven(search, plan)
+    return slice_replicated(plan)
+
+
+def warn_if_unproven(search: Search, plan: ShardingPlan) -> None:
+    """Log how much less than this plan another may cost, if the search has come to its limit of work."""
     if search.stopped and plan.bound is not None:
         log.warning(
             "the search for layouts came to its limit of work: its best plan takes %s ms, and no plan takes less "
@@ -176,7 +182,6 @@ def propagate(
             f"{1e3 * plan.bound:.4g}",
             f"{1 - plan.bound / plan.cost:.1%}",
         )
-    return slice_replicated(plan)
 
 
 def overlap_settings(overlap: bool | None = None, settings: Settings | None = None) -> Settings | None:

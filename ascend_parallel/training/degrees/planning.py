@@ -17,7 +17,7 @@ from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.elimination import AssignmentProblem
-from ascend_parallel.sharding.planner.propagate import overlap_settings, slice_replicated
+from ascend_parallel.sharding.planner.propagate import overlap_settings, slice_replicated, warn_if_unproven
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
@@ -60,7 +60,9 @@ class Planner:
             if node.kind == PARAMETER and Value(node.name) in search.differentiable:
                 sizes = [node.outputs[0].local_bytes(layout, shape) for layout in search.produced(Value(node.name))]
                 problem.own[node.name] = base.own[node.name] + [costs.seconds(ALL_REDUCE, size, 0) for size in sizes]
-        return slice_replicated(search.plan(problem))
+        plan = search.plan(problem)
+        warn_if_unproven(search, plan)
+        return slice_replicated(plan)
 
     def _problem_of(self, rows: int, tp: int, ep: int, cp: int) -> tuple[Search, AssignmentProblem]:
         around = {name: size for name, size in ((EXPERTS, ep), (SEQUENCE, cp)) if size > 1}
