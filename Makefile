@@ -108,7 +108,7 @@ PYTEST_VLLM := .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini --confcu
 test-vllm: .venv-vllm/ready-$(VLLM)  ## vLLM's prefill on two ranks; makes .venv-vllm once: 3.5 GB, two minutes
 	$(PYTEST_VLLM) -m "not slow" $(ARGS)
 
-test-vllm-rest: .venv-vllm/ready-$(VLLM)  ## the slow ones: other families of models, guessed tokens, MLA, four ranks, the walk
+test-vllm-rest: .venv-vllm/ready-$(VLLM)  ## the slow ones: other families of models, speculative decoding, MLA, four ranks, the walk
 	$(PYTEST_VLLM) -m slow $(ARGS)
 
 .venv-vllm/ready-$(VLLM):

@@ -1,4 +1,4 @@
-"""Overlapped replacements of the forwards of Megatron-core's parallel linear layers and mixtures of experts.
+"""Overlapped replacements of the forwards of Megatron-core's parallel linear layers, experts and shared attention.
 
 seam       these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover

@@ -1,4 +1,4 @@
-"""MindSpeed on Megatron-core: its layer with a norm, and the switches of its CoC read as this package's.
+"""MindSpeed on Megatron-core: its layer with a norm, its Ulysses, and its CoC's switches read as ours.
 
 layernorm_column  MindSpeedTELayerNormColumnParallelLinear: MindSpeed's norm, then the overlapped column layer
 context           COC_TAKE_OVER=1: the attention of its Ulysses in groups of heads

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the linear layers of a `tp_plan` and the experts of an `ep_plan`, overlapped.
+"""Hugging Face transformers: layers of a `tp_plan`, experts of an `ep_plan` and shared attention.
 
 layers   the forward that is installed on each linear layer, and which layers and calls it covers
 experts  the replaced call of a module of experts, and which modules it covers
