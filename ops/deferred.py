@@ -7,7 +7,8 @@ A low-rank adapter adds its own product to that of the layer before the ranks su
 `DeferredProduct` stands for ``x @ w``. Adding a tensor gives another deferred product, ``x @ w + a``, in this order; so
 does what moves its rows. Every other function, also one that is not known here, multiplies at once and goes on with a
 plain tensor. The collective of ops/operators.py that gets a deferred product multiplies chunk by chunk, each under the
-last chunk's collective; if it gets a plain tensor, it runs alone, in the same number of pieces.
+last chunk's collective; if it gets a plain tensor, it runs alone, in the same number of pieces. In backward the
+gradient of such a sum may come as a `GatheredGradient`, with what the gather has multiplied already.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.ops.unfinished import UnfinishedTensor
+from ascend_parallel.ops.unfinished import UnfinishedTensor, may_write
 
 aten = torch.ops.aten
 
@@ -28,30 +30,8 @@ _ADDS = (aten.add.Tensor, aten.add_.Tensor)
 _NEW = (aten.new_empty.default, aten.new_zeros.default)
 # They give a tensor of the same memory, or of the same shape.
 _SAME = (aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default)
-
-
-class InputGradient:
-    """The gradient of x, if the collective of ``x @ w`` has multiplied it in its own backward, under a gather.
-
-    Sums hand their gradient on as it is. `take` tells whether it came so.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is multiplied."""
-        self._held: tuple[torch.Tensor, int, torch.Tensor] | None = None
-
-    def put(self, dy: torch.Tensor, dx: torch.Tensor) -> None:
-        """Hold ``dx = dy @ w.t()`` [..., K] of the gathered rows dy [..., N], contiguous."""
-        self._held = dy, dy._version, dx
-
-    def take(self, dy: torch.Tensor) -> torch.Tensor | None:
-        """Return dx for the gradient dy of the product; None: dy is not what was gathered."""
-        if (held := self._held) is None:
-            return None
-        self._held, (rows, version, dx) = None, held
-        unchanged = rows._version == dy._version == version and dy.is_contiguous()
-        same = (dy.data_ptr(), dy.shape, dy.dtype) == (rows.data_ptr(), rows.shape, rows.dtype)
-        return dx if unchanged and same else None
+# Views of all elements.
+_KEEPS_DX = (*_SAME, aten.t.default, aten.transpose.int)
 
 
 class DeferredProduct(UnfinishedTensor):
@@ -61,14 +41,14 @@ class DeferredProduct(UnfinishedTensor):
     w               [K, N]
     addends         each [..., N], as the product
     sources         the DTensor whose local tensor x is: an operator in place raises its version alone
-    input_gradient  takes the gradient of x, if backward gathers that of the sum; None: it does not
+    wants_dx        whether backward takes the gradient of x from a `GatheredGradient`
     """
 
     x: torch.Tensor
     w: torch.Tensor
     addends: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
-    input_gradient: InputGradient | None
+    wants_dx: bool
     _versions: list[int]
     _product: torch.Tensor | None
 
@@ -79,7 +59,7 @@ class DeferredProduct(UnfinishedTensor):
         w: torch.Tensor,
         addends: Sequence[torch.Tensor] = (),
         sources: Sequence[torch.Tensor] = (),
-        input_gradient: InputGradient | None = None,
+        wants_dx: bool = False,
     ) -> DeferredProduct:
         """Hold the operands, which must stay as they are; the addends lie as x does."""
         size, columns = (*x.shape[:-1], w.shape[1]), w.shape[1]
@@ -89,7 +69,7 @@ class DeferredProduct(UnfinishedTensor):
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.x, made.w, made.addends, made.sources = x, w, tuple(addends), tuple(sources)
-        made.input_gradient = input_gradient
+        made.wants_dx = wants_dx
         made._rows = Rows(LazyRows((), lambda index: None), 1, 0)
         made._versions = list(map(_version, made._operands()))
         made._product = None
@@ -106,8 +86,9 @@ class DeferredProduct(UnfinishedTensor):
         return super().__torch_dispatch__(func, types, args, kwargs) if result is NotImplemented else result
 
     def with_addends(self, addends: Sequence[torch.Tensor], x: torch.Tensor | None = None) -> DeferredProduct:
-        """Return the same product, of x with its rows moved, with other addends."""
-        return DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.input_gradient)
+        """Return the same product, of x with its rows moved, with other addends; `RuntimeError` as of `check`."""
+        self.check()
+        return DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.wants_dx)
 
     @property
     def multiplied(self) -> bool:
@@ -143,6 +124,49 @@ class DeferredProduct(UnfinishedTensor):
         return (self.x, self.w, *self.sources, *self.addends)
 
 
+class GatheredGradient(UnfinishedTensor):
+    """Gathered rows dy [..., N] of a gradient, with ``dx = dy @ w.t()`` [..., K], multiplied under their gather.
+
+    dx is right while dy is as it was gathered. A write, as of a hook, moves no version counter where a DTensor holds
+    dy: so whatever may write, to a view too, and whoever asks for the memory, forgets dx.
+    """
+
+    _dx: list[torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: type[GatheredGradient], dy: torch.Tensor, dx: list[torch.Tensor]) -> GatheredGradient:
+        """Hold dy and a list of dx, which its views share; it is empty once dx is forgotten."""
+        made = UnfinishedTensor.__new__(cls, dy, Rows(LazyRows((), lambda index: None), 1, 0))
+        assert isinstance(made, GatheredGradient)
+        made._dx = dx
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Hand dx on with the rows of the same shape in another order; forget it where rows may be written."""
+        kwargs = kwargs or {}
+        if func in _KEEPS_DX and isinstance(args[0], GatheredGradient):
+            return GatheredGradient(func(args[0]._value, *args[1:], **kwargs), args[0]._dx)
+        if may_write(func):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, GatheredGradient):
+                    leaf._dx.clear()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _given_away(self) -> torch.Tensor:
+        self._dx.clear()
+        return super()._given_away()
+
+    @property
+    def dx(self) -> torch.Tensor | None:
+        """The gradient of x, if these are all rows in their order, and nobody may have written to them."""
+        rows = self._value
+        right = self._dx and rows.is_contiguous() and rows.shape[:-1] == self._dx[0].shape[:-1]
+        return self._dx[0] if right else None
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -166,7 +190,6 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(y: DeferredProduct, move: Any) -> DeferredProduct:
-    y.check()
     return y.with_addends([move(addend) for addend in y.addends], move(y.x))
 
 

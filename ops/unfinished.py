@@ -390,7 +390,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function on finished tensors."""
     given: dict[int, UnfinishedTensor] = {}
 
-    changes = func._schema.is_mutable or func.namespace != "aten" or _is_view(func)
+    changes = may_write(func)
 
     def unwrapped(leaf: Any) -> Any:
         if not isinstance(leaf, UnfinishedTensor):
@@ -449,6 +449,11 @@ def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @lru_cache(maxsize=512)
+def may_write(func: Any) -> bool:
+    """Tell whether an operator may write to memory that it is given, or hand it on to who may."""
+    return bool(func._schema.is_mutable) or func.namespace != "aten" or _is_view(func)
+
+
 def _is_view(func: Any) -> bool:
     """Tell whether an operator returns views of its first argument."""
     schema = func._schema

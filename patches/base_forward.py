@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.ops.deferred import DeferredProduct, InputGradient
+from ascend_parallel.ops.deferred import DeferredProduct, GatheredGradient
 from ascend_parallel.ops.operators import rows_of
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished
@@ -110,20 +110,19 @@ class _Linear(torch.autograd.Function):
         input_grad, weight_grad = ctx.needs_input_grad[:2]
         x = finished(x)
         ctx.save_for_backward(x if weight_grad else None, weight if input_grad else None)
-        ctx.column, ctx.input_gradient = column, None
+        ctx.column = column
         if product is not None:
             return product if bias is None else product.add_(bias)
         if column:
             return compute(MATMUL, "matmul", torch.nn.functional.linear, x, weight, bias)
-        ctx.input_gradient = InputGradient() if input_grad else None
-        return DeferredProduct(x.contiguous(), weight.t(), (), sources, ctx.input_gradient)
+        return DeferredProduct(x.contiguous(), weight.t(), (), sources, wants_dx=input_grad)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        given = finished(dy)
-        dy, dx = given.contiguous(), None if ctx.input_gradient is None else ctx.input_gradient.take(given)
+        dx = dy.dx if isinstance(dy, GatheredGradient) else None
+        dy = finished(dy).contiguous()
         dw = db = None
         if weight is not None and dx is None:
             dx = DeferredProduct(dy, weight) if ctx.column else compute(MATMUL, "matmul", torch.matmul, dy, weight)

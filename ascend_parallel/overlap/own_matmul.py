@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.deferred import DeferredProduct
+from ascend_parallel.ops.deferred import DeferredProduct, GatheredGradient
 from ascend_parallel.ops.operators import (
     gathered_shape,
     run_all_gather_matmul,
@@ -154,9 +154,8 @@ class _Leave(torch.autograd.Function):
         product = _swapped(product) if batch_first else product
         ctx.layer, ctx.weight, ctx.shape = layer.kept_for_backward, weight, product.shape
         ctx.input_grad, ctx.dtype, ctx.batch_first = input_grad, x.dtype, batch_first
-        ctx.input_gradient = None
-        if layer.sequence_parallel and isinstance(product, DeferredProduct) and not product.multiplied:
-            ctx.input_gradient = product.input_gradient
+        wanted = isinstance(product, DeferredProduct) and not product.multiplied and product.wants_dx
+        ctx.multiplies = wanted and layer.sequence_parallel
         with in_forward(ctx, "row", product):
             return row_forward(x, weight, layer, _product(product))
 
@@ -171,16 +170,15 @@ class _Leave(torch.autograd.Function):
         if not ctx.input_grad:
             rows = start_gather_rows(dy, layer.group, layer.settings, weight.shape[1]).wait().view(ctx.shape)
             return (_swapped(rows) if ctx.batch_first else rows), *[None] * 5
-        multiplies = ctx.input_gradient is not None
         dx_m, rows_m = run_all_gather_matmul(
-            dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=multiplies
+            dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=ctx.multiplies
         )
         assert rows_m is not None
         rows = rows_m.view(ctx.shape)
         rows = _swapped(rows) if ctx.batch_first else rows
-        if multiplies:
+        if ctx.multiplies:
             dx = dx_m.view(*ctx.shape[:-1], -1)
-            ctx.input_gradient.put(rows, _swapped(dx) if ctx.batch_first else dx)
+            rows = GatheredGradient(rows, [_swapped(dx) if ctx.batch_first else dx])
         return rows, *[None] * 5
 
 

@@ -164,6 +164,16 @@ class Scaled(LoRALinear):
         return y * 1.5 + y
 
 
+class Doubles(LoRALinear):
+    """Changes the gradient of the product in place: it is a DTensor, and no version of its rows moves."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.mul_(2))
+        return y
+
+
 class Disabled(nn.Linear):
     def forward(self, x):
         return super().forward(x)
@@ -181,7 +191,7 @@ def checkpointed(model):
 def unusual(group, plan):
     """Return the names whose bits differ from plain, for each class."""
     mesh, found = init_device_mesh("cpu", (group.size(),)), {}
-    for kind in (Dropped, AddsFirst, InPlace, Scaled, Disabled, "checkpointed"):
+    for kind in (Dropped, AddsFirst, InPlace, Scaled, Doubles, Disabled, "checkpointed"):
         ascend_parallel.configure(num_chunks=4)
         model = parallel(decoder(layers=1), mesh, plan)
         model = adapted(model, mesh=mesh, kind=LoRALinear if kind == "checkpointed" else kind)
@@ -228,15 +238,23 @@ def test_a_class_swap_on_one_rank_changes_no_collective(ranks, plan):
 def test_an_input_that_changes_before_the_sum_is_refused(group):
     class Changes(LoRALinear):
         def forward(self, x):
-            y = super().forward(x)
+            y = super(LoRALinear, self).forward(x)
             x.mul_(2)
             return y
 
+    class ChangesAndAdds(LoRALinear):
+        def forward(self, x):
+            y = super(LoRALinear, self).forward(x)
+            a = F.linear(F.linear(x.mul_(2), self.first_a), self.first_b)
+            return y + a
+
     mesh = init_device_mesh("cpu", (group.size(),))
     ascend_parallel.configure(num_chunks=4)
-    model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, kind=Changes, names=("wo",))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"an operand of shape .* was changed in place before"):
-        model(torch.zeros(2, 96, dtype=torch.long))
+    for kind in (Changes, ChangesAndAdds):
+        model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, kind=kind, names=("wo",))
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"an operand of shape .* was changed in place before"):
+            model(torch.zeros(2, 96, dtype=torch.long))
+    ascend_parallel.configure(num_chunks=1)
 
 
 @on_ranks(2)
