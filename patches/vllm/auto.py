@@ -87,7 +87,11 @@ class PlannedCounts:
     def count(self, tokens: int, summed: Sum) -> int | None:
         """Return the count of the entry of the nearest number of tokens; None: the plan has none of this sum."""
         entries = self.entries_of(summed)
-        return len(min(entries, key=lambda entry: apart(entry.m, tokens)).sizes) if entries else None
+        if not entries:
+            return None
+        nearest = min(entries, key=lambda entry: apart(entry.m, tokens))
+        # A rest may be a chunk more than was asked for.
+        return min(len(nearest.sizes), nearest.m // nearest.sizes[0])
 
     def entries_of(self, summed: Sum) -> Sequence[Entry]:
         """Return the entries of a row layer; of another sum those of all row layers with as many features."""
@@ -143,15 +147,12 @@ def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> 
     return Problem(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, device, group.size())
 
 
-def measure(
-    step: Callable[[int, int], None], most_tokens: int, least_tokens: int, group: dist.ProcessGroup
-) -> MeasuredCounts:
+def measure(step: Callable[[int, int], None], sizes: Sequence[int], group: dist.ProcessGroup) -> MeasuredCounts:
     """Return the counts that ``step(tokens, count)``, a dummy step, is fastest with; every rank of `group` calls this.
 
-    least_tokens: the number below which no step is cut. Raises `CollectiveError` with the ranks that do not come.
+    sizes: the numbers of tokens, one or more. Raises `CollectiveError` with the ranks that do not come.
     """
     begin = time.perf_counter()
-    sizes = tried_tokens(most_tokens, least_tokens)
     own = {str(tokens): timed(step, tokens) for tokens in sizes}
     by_rank = exchange(group, "the choice of chunks by timed steps", own, CollectiveError)
     steps = tuple(chosen(tokens, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)

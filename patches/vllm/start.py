@@ -111,18 +111,21 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
 
     Every rank of the model's tensor-parallel group calls this.
     """
-    if config.parallel_config.data_parallel_size > 1 or not hasattr(runner, "_dummy_run"):
-        why = "with data parallelism" if hasattr(runner, "_dummy_run") else f"by {type(runner).__name__}"
-        return f"auto: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
+    asked = "COC_TUNE" if vllm.asked.tune else "auto"
     device = next(model.parameters()).device
     group = importlib.import_module(PARALLEL_STATE).get_tp_group().device_group
     most, least = most_tokens(config), 2 * vllm.ladder(device.type)[0]
+    if not (tokens := tried_tokens(most, least)):
+        return f"{asked}: nothing is timed, since no step has {least} tokens: none is cut"
     sums = sums_of(covered_layers(model, vllm, is_compiled(config)))
     tuner = Tuner(vllm.asked) if vllm.asked.tune else None
     if tuner is not None:
-        vllm.counts = known(tuner, sums, tried_tokens(most, least), group, device.type)
+        vllm.counts = known(tuner, sums, tokens, group, device.type)
         if vllm.counts is not None:
             return f"COC_TUNE: chunks known from {vllm.asked.tune}"
+    if config.parallel_config.data_parallel_size > 1 or not hasattr(runner, "_dummy_run"):
+        why = "with data parallelism" if hasattr(runner, "_dummy_run") else f"by {type(runner).__name__}"
+        return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     like = torch.empty(0, device=device)
 
     def step(tokens: int, count: int) -> None:
@@ -130,7 +133,7 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
             runner._dummy_run(tokens)
         now(like)
 
-    vllm.counts = measured = measure(step, most, least, group)
+    vllm.counts = measured = measure(step, tokens, group)
     if tuner is None:
         return f"auto, {measured}"
     keep(

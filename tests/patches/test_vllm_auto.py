@@ -5,7 +5,21 @@ import time
 import pytest
 import torch
 
-from ascend_parallel.patches.vllm.auto import COUNTS, TURNS, MeasuredCounts, Sum, TimedSteps, chosen, measure
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
+from ascend_parallel.patches.vllm.auto import (
+    COUNTS,
+    TURNS,
+    MeasuredCounts,
+    PlannedCounts,
+    Sum,
+    TimedSteps,
+    chosen,
+    measure,
+    tried_tokens,
+)
+from ascend_parallel.patches.vllm.chunks import token_chunks
+from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 
 
 def turns(*seconds):
@@ -32,6 +46,22 @@ def test_a_number_of_tokens_takes_the_count_of_the_nearest():
     assert [found.count(tokens, summed) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_plan_cuts_the_timed_steps_as_they_were_timed(count):
+    summed, machine = Sum(768, 768, torch.float32), this_machine(2, torch.device("cpu"), "gloo")
+    for tokens in (256, 500, 1250, 2304, 2500, 5000, 8192, 10000):
+        sizes = token_chunks(tokens, count, "cpu")
+        problem = Problem(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, "cpu", 2)
+        entry = Entry.of(LayerOperator(FORWARD, problem), sizes, 1.0, 0.5)
+        found = PlannedCounts(Plan(machine, (entry,))).count(tokens, summed)
+        assert token_chunks(tokens, found, "cpu") == sizes
+
+
+def test_no_step_is_timed_that_would_not_be_cut():
+    assert tried_tokens(512, 1024) == []
+    assert tried_tokens(2304, 1024) == [2304]
+
+
 def measured(group):
     """Measure steps of which large ones are faster in four chunks on rank 1, and rank 0 sees no difference."""
     calls = []
@@ -41,7 +71,7 @@ def measured(group):
         faster = (tokens, count) == (2048, 4) or (tokens, count) == (512, 8)
         time.sleep(0.02 if group.rank() == 0 or faster else 0.06)
 
-    found = measure(step, 2048, 256, group)
+    found = measure(step, tried_tokens(2048, 256), group)
     return [each.count for each in found.steps], str(found), calls
 
 
