@@ -66,11 +66,11 @@ def choose_exchange(query_heads: int, key_heads: int, ranks: int, asked: str | N
         raise ValueError(f"exchange={asked!r} is not allowed: give one of {', '.join(EXCHANGES)}, or None")
     repeats_of(query_heads, key_heads, 1)
     if asked == GATHER:
-        return GATHER, "exchange='gather'"
+        return GATHER, "it is asked for"
     heads = f"{query_heads} heads of queries and {key_heads} of keys on {ranks} ranks"
     if asked == HEADS:
         repeats_of(query_heads, key_heads, ranks)
-        return HEADS, "exchange='heads'"
+        return HEADS, "it is asked for"
     if not key_heads % ranks:
         return HEADS, f"{heads}: each gets as many"
     if query_heads % ranks:

@@ -304,7 +304,7 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
     chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
-    if problem.is_exchange:  # each part gets the same rows in the same order
+    if problem.is_exchange:  # each part gets the same rows in the same order, in any number of groups
         return True
     if problem.deterministic or problem.comm_quant or kernel == "npu":
         return False

@@ -41,14 +41,14 @@ def in_whole_graph() -> bool:
     return bool(getattr(tracer, "one_graph", False) or getattr(tracer, "error_on_graph_break", False))
 
 
-def between_graphs(run: Function, traced: Function, always: Callable[[Any], bool] = lambda _: False) -> Function:
+def between_graphs(run: Function, traced: Function, always: Callable[..., bool] = lambda *_: False) -> Function:
     """Return a function that is ``run``, before which torch.compile breaks its graph.
 
     traced
         What a graph has instead where it must not break.
     always
-        Tells of the first argument whether a graph that may break has `traced` too. Where that breaks the graph itself,
-        it is compiled in pieces, as without this function.
+        Tells of the first argument, if there is one, whether a graph that may break has `traced` too. Where that breaks
+        the graph itself, it is compiled in pieces, as without this function.
     """
     uncompiled = outside_graphs(run)
 
@@ -56,7 +56,7 @@ def between_graphs(run: Function, traced: Function, always: Callable[[Any], bool
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _GRAPH_CALLBACK() in (None, False):
             return run(*args, **kwargs)
-        if always(args[0]) or (torch.compiler.is_compiling() and in_whole_graph()):
+        if always(*args[:1]) or (torch.compiler.is_compiling() and in_whole_graph()):
             return traced(*args, **kwargs)
         return uncompiled(*args, **kwargs)
 

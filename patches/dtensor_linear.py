@@ -77,11 +77,13 @@ def framework_of_call(in_force: InForce, module: Any, note: Callable[[], None]) 
     """Return the framework whose forward runs a call; None: the patch is not in force, or the call is being compiled.
 
     A compiled call is an error with COC_DETERMINISTIC=tp and COC_STRICT=1, and otherwise noted by `note`, the module's
-    `compiled_note`.
+    `compiled_note`; but for one that would communicate nothing.
     """
     framework = in_force.framework
     if framework is None or not torch.compiler.is_compiling():
         return framework
+    if vars(module)[INSTALLED].communicates_nothing():
+        return None
     if framework.settings.insists:
         framework.refuse_if_asked(module, COMPILED)
     note()
@@ -226,6 +228,12 @@ class Installed:
         """The tensor-parallel group."""
         group: dist.ProcessGroup = self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh.get_group("tp")
         return group
+
+    def communicates_nothing(self) -> bool:
+        """Tell whether a call is the framework's own because its group has one rank."""
+        framework = self.in_force.framework
+        alone = framework is None or not framework.settings.arithmetic.forms_every_product
+        return alone and self.group.size() == 1
 
     def uncovered(self, module: Any) -> str | None:
         """Return the reason why the module is not overlapped on this rank, or None."""

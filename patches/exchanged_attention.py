@@ -115,11 +115,10 @@ def _settings_for(
     return framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device).settings
 
 
-def log_exchange(where: str, way: str, why: str) -> None:
+def log_exchange(where: str, way: str, why: str, *, asked: bool) -> None:
     """Log which way heads take, and why; a gather that nobody asked for, whose bits are others, is a warning."""
-    chosen = way == GATHER and not why.startswith("exchange=")
     how = "keys and values are gathered" if way == GATHER else "heads are exchanged"
-    log.log(logging.WARNING if chosen else logging.INFO, "%s: %s, because %s", where, how, why)
+    log.log(logging.WARNING if way == GATHER and not asked else logging.INFO, "%s: %s, because %s", where, how, why)
 
 
 def _announce(framework: Framework, group: dist.ProcessGroup) -> None:

@@ -155,6 +155,7 @@ def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
         functools.partial(_by_framework, call),
         run,
         backward_operands=functools.partial(_backward_operands, call, group.rank()),
+        name=framework.name_of(call.layer),
     )
 
 

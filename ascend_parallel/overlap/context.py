@@ -95,7 +95,7 @@ def run_attention(
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
     )
-    confirm_shapes(q, k, v, group, f"exchange {exchange}")
+    confirm_shapes(q, k, v, group, operator=KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
     q, k, v = _spread(q, k, v, group, exchange)
     choice = attention_choice(q, k, v, group, settings, exchange)
     lengths = [len(q)] * group.size()
@@ -184,9 +184,9 @@ def attend_pieces(
 
     Causal rows get the keys before them, in whole blocks: the caller masks the rest.
     """
+    pieces, outputs = pieces_of(keys.rank, len(keys.lengths), len(q)), []
     k, v = (in_sequence(x, len(keys.lengths)) for x in (k, v))
-    outputs = []
-    for rows, q_rows in zip(pieces_of(keys.rank, len(keys.lengths), len(q)), q.chunk(2), strict=True):
+    for rows, q_rows in zip(pieces, q.chunk(2), strict=True):
         seen = keys_before(rows.stop, len(k)) if causal else len(k)
         outputs.append(attention(rows, q_rows, k[:seen], v[:seen]))
     return torch.cat(outputs)
@@ -203,29 +203,35 @@ _CONFIRMED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def confirm_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, others: str = ""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup,
+    others: str = "",
+    operator: str = HEAD_EXCHANGE,
 ) -> None:
     """Raise `ValueError` for operands that do not fit, `DisagreementError` if the ranks' operands differ.
 
-    The ranks compare when one of them has not had such operands on this group before. others: what else must be alike.
+    The ranks compare when one of them has not had such operands on this group before. operator: that they will run.
+    others: what else must be alike.
     """
     fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[3] != k.shape[3]:
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        raise ValueError(f"{HEAD_EXCHANGE}: {shapes} are not [s, B, N, D] and twice [s, B, n, D]")
+        raise ValueError(f"{operator}: {shapes} are not [s, B, N, D] and twice [s, B, n, D]")
     graded = torch.is_grad_enabled()
     kinds = [f"{list(x.shape)} {x.dtype}{' with gradient' if graded and x.requires_grad else ''}" for x in (q, k, v)]
-    mine = "; ".join(filter(None, (f"q, k, v {', '.join(kinds)}", others)))
+    mine = "; ".join(filter(None, (f"{operator} of q, k, v {', '.join(kinds)}", others)))
     confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return
     with hide_from_selective_checkpoint():
-        by_rank = exchange(group, f"{HEAD_EXCHANGE} of {mine}", {"tensors": mine}, DisagreementError, topic="context")
+        by_rank = exchange(group, mine, {"tensors": mine}, DisagreementError, topic="context")
     if any(value["tensors"] != mine for value in by_rank.values()):
         what = "; ".join(f"rank {rank}: {value['tensors']}" for rank, value in by_rank.items())
         raise DisagreementError(
-            f"{HEAD_EXCHANGE}: ranks of {describe(group)} have other shares of the sequence ({what}): give every rank "
-            "as many tokens, padded to a multiple of the ranks"
+            f"{operator}: ranks of {describe(group)} have other shares of the sequence ({what}): give every rank "
+            "as many tokens, padded to a multiple of the ranks, and ask for the same exchange"
         )
     confirmed.add(mine)
 
@@ -309,6 +315,6 @@ def _checked(o: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     shape = (*q.shape[:3], v.shape[3])
     if (o.shape, o.dtype) != (shape, q.dtype):
         raise ValueError(
-            f"{HEAD_EXCHANGE}: attention made {list(o.shape)} {o.dtype}, and must make {list(shape)} {q.dtype}"
+            f"a shared sequence: attention made {list(o.shape)} {o.dtype}, and must make {list(shape)} {q.dtype}"
         )
     return o

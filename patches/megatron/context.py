@@ -119,7 +119,7 @@ def _chosen(query_heads: int, key_heads: int, ranks: int, asked: str | None) -> 
     """Return which way heads take, and log it on the first rank, once for each kind of attention."""
     way, why = choose_exchange(query_heads, key_heads, ranks, asked)
     if dist.is_initialized() and dist.get_rank() == 0:
-        log_exchange(f"context_parallel_size={ranks}", way, why)
+        log_exchange(f"context_parallel_size={ranks}", way, why, asked=asked is not None)
     return way
 
 

@@ -339,22 +339,28 @@ def _installed(
     Megatron-core's own layer breaks the graph of torch.compile at its collectives, so that the overlapped one may too.
     A layer that communicates nothing stays part of a graph.
     """
-    traced = run if megatron.settings.insists else original  # `run` raises there
     in_tree = megatron.settings.arithmetic.forms_every_product
 
     def communicates_nothing(layer: Any) -> bool:
         return not in_tree and (on_one_rank(layer) or getattr(layer, "explicit_expert_comm", False))
+
+    def refused(layer: Any, *args: Any, **kwargs: Any) -> Output:
+        output: Output = (original if communicates_nothing(layer) else run)(layer, *args, **kwargs)  # `run` raises
+        return output
+
+    traced = refused if megatron.settings.insists else original
 
     @at_tracing
     def note() -> None:
         megatron.note_compiled(original.__qualname__.partition(".")[0])
 
     def compiled(*args: Any, **kwargs: Any) -> Output:
-        if torch.compiler.is_compiling() and traced is original:
+        if not torch.compiler.is_compiling():
+            output: Output = run(*args, **kwargs)
+            return output
+        if traced is original:
             note()
-            return original(*args, **kwargs)
-        output: Output = run(*args, **kwargs)
-        return output
+        return traced(*args, **kwargs)
 
     skip_frame(on_one_rank)
     own = compiled if megatron.compiles_original else between_graphs(run, traced, communicates_nothing)

@@ -47,7 +47,7 @@ def ulysses_forward(original: Function, megatron: Megatron) -> Function:
     def forward(
         self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if (reason := uncovered(self, query, key, args)) is not None:
+        if (reason := uncovered(self, query, key, (*args, *kwargs.values()))) is not None:
             ATTENTION[self] = f"not overlapped: {reason}"
             megatron.log_uncovered(self, reason)
             whole: torch.Tensor = original(self, query, key, value, *args, **kwargs)

@@ -178,7 +178,8 @@ class InstalledCall:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, between two graphs or in a whole one."""
-        if torch.compiler.is_compiling() and in_whole_graph():
+        off = vars(self.module)[INSTALLED].in_force.framework is None
+        if off or (torch.compiler.is_compiling() and in_whole_graph()):
             return self._run(*args, **kwargs)
         return self._uncompiled(*args, **kwargs)
 

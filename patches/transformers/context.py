@@ -74,15 +74,20 @@ def context_parallel(
         raise ValueError("context_parallel: torch.distributed is not initialised")
     current_settings().arithmetic.refuse("context_parallel: context parallelism has no tree")
     _refuse(model)
-    way, why = choose_exchange(*_heads_of(model), own.size(), exchange)
-    if own.rank() == 0:
-        log_exchange("context_parallel", way, why)
-    context = ContextParallel(own, model.config._attn_implementation, way)
-    if way == GATHER and context.implementation not in GATHERED:
+    (queries, keys), implementation = _heads_of(model), model.config._attn_implementation
+    masked = implementation in GATHERED
+    exchangeable = not queries % own.size()
+    asked = HEADS if exchange is None and exchangeable and not masked else exchange
+    way, why = choose_exchange(queries, keys, own.size(), asked)
+    if way == GATHER and not masked:
         raise ValueError(
-            f"context_parallel: keys are gathered ({why}), and attn_implementation={context.implementation!r} takes no "
+            f"context_parallel: keys are gathered ({why}), and attn_implementation={implementation!r} takes no "
             f"masks of a rank's rows: give one of {', '.join(GATHERED)}"
+            + (', or exchange="heads"' if exchangeable else "")
         )
+    if own.rank() == 0:
+        log_exchange("context_parallel", way, why, asked=exchange is not None)
+    context = ContextParallel(own, implementation, way)
     masks, attentions = _interfaces()
     masks.register(context.name, context.mask)
     attentions.register(context.name, context.attend)
@@ -427,6 +432,8 @@ class SequenceMask:
             )
         rows = [positions.long()] if self.padding is None else [positions.long(), self.padding.long()]
         _refuse_different(rows, group)
+        if self.in_pieces:
+            pieces_of(group.rank(), group.size(), positions.shape[1])  # refuses an odd number of tokens, on all ranks
         own = torch.cat(rows)
         of_all = gathered(own, group).transpose(0, 1).flatten(1)  # [rows, S]
         _refuse_uncut(of_all[: len(positions)].view(len(positions), group.size(), -1))

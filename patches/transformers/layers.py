@@ -94,7 +94,7 @@ def _install_linear(module: Any, installed: InstalledByPlan, below: Function) ->
             return inner(*args, **kwargs)
         return _run(framework, module, installed, (inner, below), args, kwargs)
 
-    forward = between_graphs(run, run) if installed.between_graphs else run
+    forward = between_graphs(run, run, lambda *_: IN_FORCE.framework is None) if installed.between_graphs else run
     forward.ascend_parallel = installed  # type: ignore[attr-defined]
     module.forward = forward
 

@@ -115,8 +115,9 @@ def test_layers_of_groups_of_one_rank_stay_parts_of_the_graph(group):
     warnings.simplefilter("ignore")
     with Layers(1) as layers:
         found = []
-        for settings in ({"num_chunks": 1}, {"num_chunks": 4}, {"num_chunks": 4, "compiled": "original"}):
-            ascend_parallel.configure(**settings)
+        original = {"compiled": "original"}
+        for settings in ({}, {"num_chunks": 4}, {"num_chunks": 4, "strict": True, **original}, original):
+            ascend_parallel.configure(**{"num_chunks": 1, "strict": False, "compiled": "auto", **settings})
             column, row, x = (
                 layers.make("ColumnParallelLinear"),
                 layers.make("RowParallelLinear"),
@@ -130,6 +131,19 @@ def test_layers_of_groups_of_one_rank_stay_parts_of_the_graph(group):
     for graphs in patched:
         assert [made for made, _ in graphs] == [made for made, _ in plain]
     assert found[1] == plain
+    ascend_parallel.configure(num_chunks=1, strict=False, compiled="auto")
+
+
+@on_ranks(2)
+def test_groups_of_one_rank_are_no_error_in_compiled_styles(group):
+    """COC_STRICT=1 makes a compiled original an error, but for one that would communicate nothing."""
+    ascend_parallel.configure(num_chunks=4, strict=True)
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
+    model = parallel(decoder(layers=1, hidden=96, inner=192, heads=4), mesh, "plain")
+    torch._dynamo.reset()
+    model.layers[0].compile(backend="eager")
+    model(torch.zeros(2, 96, dtype=torch.long))
+    ascend_parallel.configure(num_chunks=1, strict=False)
 
 
 def decoder_run(group, settings, plan, *, compiled=True, **options):
@@ -154,19 +168,22 @@ def styles(group, plan):
     overlap = {"num_chunks": 4, "compiled": "overlap"}
     whole = decoder_run(group, overlap, plan, fullgraph=True)[:4]
     *overlapped, model = decoder_run(group, overlap, plan)
+    ascend_parallel.configure(num_chunks=1, compiled="auto")
+    _, *off = counted(lambda: step(model))
     moved = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.zero_()  # the copy has its own
     bits = [unequal(plain, found[0]) for found in (original, whole, overlapped)]
-    return stock, original[1:], whole[1:], overlapped[1:], bits, unequal(plain, step(moved)), said
+    return stock, original[1:], whole[1:], overlapped[1:], off, bits, unequal(plain, step(moved)), said
 
 
 @pytest.mark.parametrize("plan", ["plain", pytest.param("layers", marks=pytest.mark.slow), "sequence"])
 def test_compiled_blocks_of_torchs_styles(ranks, plan):
     """One graph of originals, or overlapped layers between graphs; with fullgraph=True the first."""
-    for rank, (stock, original, whole, overlapped, bits, of_copy, said) in enumerate(ranks(2).run(styles, plan)):
+    for rank, (stock, original, whole, overlapped, off, bits, of_copy, said) in enumerate(ranks(2).run(styles, plan)):
         assert bits == [[], [], []]
         assert of_copy == []
+        assert off == [stock, 0]  # switched off, nothing breaks the graph
         ends = 0 if plan == "plain" else 1  # the output layer is not compiled
         for graphs, chunks, _ in (original, whole):
             assert graphs == stock

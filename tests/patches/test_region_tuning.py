@@ -7,26 +7,17 @@ from unittest import mock
 import pytest
 import torch
 from gpt_training import REGION, megatron, train
+from planted_clocks import cut, planted, whole
 
-from ascend_parallel.tuning.measured import pass_times, tuner
+from ascend_parallel.tuning.measured import tuner
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
-
-
-def whole(self, operator, candidates, rounds):
-    """A clock by which every cut loses."""
-    return {sizes: [float(len(sizes))] * rounds for sizes in candidates}
-
-
-def cut(self, operator, candidates, rounds):
-    """A clock by which two chunks win."""
-    return {sizes: [1.0 + abs(len(sizes) - 2)] * rounds for sizes in candidates}
 
 
 def tuned(group, clock, settings, path, options):
     """Return whether a run with regions has plain's bits, and its counts; shapes are tuned by a planted clock."""
     with (
         megatron(group.size()),
-        mock.patch.object(pass_times.TimedLinear, "time_sizes", clock),
+        planted(clock),
         mock.patch.object(tuner, "cached_plan", lambda machine: Path(path)),
     ):
         plain = train({**options, "steps": 1}, overlap=False)
@@ -57,7 +48,7 @@ def test_tuning_leaves_regions_their_chunks(ranks, tmp_path, asked, clock, chunk
 
 def planned(group, path, num_chunks):
     """Tune without regions into a plan in which every matmul is whole; return the counts of a run with this plan."""
-    with megatron(group.size()), mock.patch.object(pass_times.TimedLinear, "time_sizes", whole):
+    with megatron(group.size()), planted(whole):
         train({"steps": 1, "settings": {"tune": path}}, overlap=True)
         torch.distributed.barrier()
         settings = {**REGION, "num_chunks": num_chunks, "plan": path}

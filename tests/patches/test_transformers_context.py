@@ -230,7 +230,10 @@ def gathered(group):
             found["generation"] = torch.equal(model.generate(**prompt), plain.generate(**prompt))
     contiguous = torch.arange(64)[None] + 64 * group.rank()
     found["contiguous"] = raised(lambda: model(input_ids=parts["input_ids"], position_ids=contiguous))
-    found["flex"] = raised(lambda: context_parallel(built(Case(heads=(8, 1), attention="flex_attention")), group))
+    flex = Case(heads=(8, 1), attention="flex_attention")
+    found["heads where no mask of rows can be given"] = context_parallel(built(flex), group).exchange == "heads"
+    found["flex"] = raised(lambda: context_parallel(built(flex), group, exchange="gather"))
+    found["odd"] = raised(lambda: model(input_ids=parts["input_ids"][:, :63], position_ids=contiguous[:, :63]))
     found["ring"] = raised(lambda: context_parallel(model, group, exchange="ring"))
     return found
 
@@ -253,6 +256,7 @@ def test_what_users_do_with_gathered_keys(ranks):
             "contiguous"
         )
         assert "attn_implementation='flex_attention' takes no masks of a rank's rows" in found.pop("flex")
+        assert "a rank has 63 tokens of a sequence whose keys are gathered" in found.pop("odd")
         assert "exchange='ring' is not allowed: give one of heads, gather, or None" in found.pop("ring")
         assert [name for name, right in found.items() if right is not True] == []
 

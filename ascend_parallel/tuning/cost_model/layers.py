@@ -124,7 +124,7 @@ class TransformerLayerTime:
         row = batch.own_sequence * batch.micro_batch * batch.dtype.itemsize
         heads = [-(-count // batch.tp) for count in (model.heads, model.kv_heads, model.kv_heads, model.heads)]
         widths = model.head_dim, model.head_dim, model.value_dim, model.value_dim
-        if batch.cp_exchange == HEADS:
+        if not batch.single_operators:  # of a plan each rank gets a part of the heads that there are
             copies = repeats_of(heads[0], heads[1], batch.cp)
             heads[1:3] = [copies * count for count in heads[1:3]]
         sizes = [row * count * width for count, width in zip(heads, widths, strict=True)]

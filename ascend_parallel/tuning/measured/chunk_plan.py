@@ -54,7 +54,8 @@ class Entry:
         The matmul as in `Problem`.
     sizes
         Rows of each chunk; a single size means that one chunk was fastest. Of an expert_exchange: experts of each
-        group; a single size means that the framework's own layer was. Of a head_exchange: heads of each group.
+        group; a single size means that the framework's own layer was. Of a head_exchange or a key_gather: heads of
+        each group.
     serial, chosen
         Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an exchange, whose
         run is "forward": of forward and backward. In vLLM of a whole step, in which all row layers are cut alike.

@@ -1,0 +1,20 @@
+"""Clocks that decide what COC_TUNE and `auto` find, on any machine."""
+
+from unittest import mock
+
+from ascend_parallel.tuning.measured import pass_times
+
+
+def whole(self, operator, candidates, rounds):
+    """A clock by which every cut loses."""
+    return {sizes: [float(len(sizes))] * rounds for sizes in candidates}
+
+
+def cut(self, operator, candidates, rounds):
+    """A clock by which two chunks win."""
+    return {sizes: [1.0 + abs(len(sizes) - 2)] * rounds for sizes in candidates}
+
+
+def planted(clock):
+    """Return a context in which layers are timed by `clock`."""
+    return mock.patch.object(pass_times.TimedLinear, "time_sizes", clock)
