@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.record import RECORDING
@@ -26,6 +24,7 @@ from ascend_parallel.process_groups import (
     wait_limit,
     wait_within,
 )
+from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -221,21 +220,12 @@ def roll_call(group: dist.ProcessGroup) -> str:
 
     Every rank that has seen a collective fail calls this; ranks that do not report are dead or run other code.
     """
-    ranks = dist.get_process_group_ranks(group)
-    end = time.monotonic() + ROLL_CALL
-    silent = []
     try:
-        store = c10d._get_process_group_store(group)
-        # The count keeps a rank's answer to an earlier call from counting as an answer to this call.
-        call = store.add(f"ascend_parallel/calls/{dist.get_rank()}", 1)
-        store.set(f"ascend_parallel/alive/{call}/{dist.get_rank()}", "1")
-        for rank in ranks:
-            try:
-                store.wait(
-                    [f"ascend_parallel/alive/{call}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.1))
-                )
-            except dist.DistStoreError:
-                silent.append(rank)
+        rendezvous = Rendezvous(group, "roll call")
+        rendezvous.publish("alive", "")
+        silent = rendezvous.absent("alive", ROLL_CALL)
+        if not silent:
+            rendezvous.forget_earlier()
     except RuntimeError:
         return "the group's store is gone too: its host, usually rank 0, has stopped"
     if not silent:

@@ -11,7 +11,6 @@ lists the limits and the failures.
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.counts import COUNTS
@@ -28,6 +26,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, 
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import exchange
 
 MAX_RANKS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +38,6 @@ PIECE_BYTES = 32 << 20
 PIECE_ROWS = 256  # smallest piece: fewer rows would cost the matmul some percent
 FEW_ROWS = 256  # fewer gathered rows per rank are multiplied together, not rank by rank
 TIME_LIMIT = 300.0
-SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.05
 
 
 # Each group's communicator, or the reason why it has none.
@@ -187,27 +185,35 @@ def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
 
     Returns the communicator, or the failures' reports; all ranks return the same kind.
     """
-    name = report = ""
-    communicator: Any = None
-    try:
-        rendezvous = _Rendezvous(group, time_limit)
-        if rendezvous.first:
-            rendezvous.publish("name", f"/ascend_parallel-{secrets.token_hex(16)}")
-        name = rendezvous.read("name")
-        # The segment is created after all ranks know its name: any of them can unlink it if the first rank ends.
-        rendezvous.publish("known", "")
-        if rendezvous.first:
-            rendezvous.read_all("known")
-        else:
-            rendezvous.read("made")
+    name, communicator, first = "", None, group.rank() == 0
+
+    def reports(mine: str) -> list[str]:
+        """Return what each rank has to say; no rank goes on before all have come."""
+        by_rank = exchange(
+            group,
+            "the opening of shared memory",
+            {"report": mine},
+            CollectiveError,
+            topic="shm",
+            hint="it has stopped, or never came to the operator",
+            limit=time_limit,
+        )
+        return [value["report"] for value in by_rank.values()]
+
+    def opened() -> str:
+        nonlocal communicator
         try:
             communicator = _communicator(name, group, half_bytes)
         except (RuntimeError, OSError) as error:
-            report = f"rank {dist.get_rank()}: {first_line(error)}"
-        if rendezvous.first:
-            rendezvous.publish("made", "")
-        rendezvous.publish("report", report)
-        reports = rendezvous.read_all("report")
+            return f"rank {dist.get_rank()}: {first_line(error)}"
+        return ""
+
+    try:
+        # The segment is created after all ranks know its name: any of them can unlink it if the first rank ends.
+        name = reports(f"/ascend_parallel-{secrets.token_hex(16)}" if first else "")[0]
+        failures = reports(opened() if first else "")
+        if not any(failures):
+            failures = reports("" if first else opened())
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -215,56 +221,7 @@ def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
     finally:
         # Every rank unlinks, since any rank may have ended. All ranks have opened the segment, or this rank gave up.
         _unlink(name)
-    return "; ".join(filter(None, reports)) or communicator
-
-
-class _Rendezvous:
-    """Texts that the ranks of a group exchange through its store to open a segment, within a time limit.
-
-    Polls the store instead of waiting in it: a store serves one request at a time, so a wait would block
-    other threads' requests until the time limit.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, time_limit: float) -> None:
-        """Join the group's next rendezvous."""
-        self._group = group
-        self._store = c10d._get_process_group_store(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._time_limit = time_limit
-        self._end = time.monotonic() + time_limit
-        # The count is in the store, so that a new group on the same store never reads an earlier group's texts.
-        self._prefix = f"ascend_parallel/shm/{self._store.add(f'ascend_parallel/shm/opened/{group.rank()}', 1)}"
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that creates the segment."""
-        return self._group.rank() == 0
-
-    def publish(self, topic: str, text: str) -> None:
-        """Publish this rank's text for `topic`."""
-        self._store.set(f"{self._prefix}/{topic}/{self._group.rank()}", text)
-
-    def read(self, topic: str) -> str:
-        """Wait for the first rank's text for `topic` and return it."""
-        return self._read(topic, [0])[0]
-
-    def read_all(self, topic: str) -> list[str]:
-        """Wait for each rank's text for `topic` and return all, by rank."""
-        return self._read(topic, list(range(len(self._ranks))))
-
-    def _read(self, topic: str, ranks: list[int]) -> list[str]:
-        keys = {rank: f"{self._prefix}/{topic}/{rank}" for rank in ranks}
-        nap = SHORTEST_NAP
-        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
-            if time.monotonic() > self._end:
-                names = ", ".join(str(self._ranks[rank]) for rank in missing)
-                raise CollectiveError(
-                    f"shm on {describe(self._group)}: no sign of rank {names} within {self._time_limit:g} s "
-                    "while opening shared memory: it has stopped or never came to the operator"
-                )
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
-        return [self._store.get(key).decode() for key in keys.values()]
+    return "; ".join(filter(None, failures)) or communicator
 
 
 def _communicator(name: str, group: dist.ProcessGroup, half_bytes: int) -> Any:

@@ -10,28 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.process_groups import describe, listed, time_limit
+from ascend_parallel.process_groups.rendezvous import Rendezvous
 from ascend_parallel.version import __version__
 
 log = logging.getLogger(__name__)
 
 # Seconds between two log lines of a rank that waits for others.
 PATIENCE = 30.0
-# Seconds after which a rank that waits looks whether another has given up.
-LOOK = 1.0
-# Seconds for which rank 0 waits until the others have read an outcome.
-LEAVING = 10.0
+# The topic of what ranks tell about `configure`, to all ranks.
+CONFIGURE = "configure"
 # The outcome of an exchange to which all ranks have come; any other outcome is an error message.
 COMPLETE = "complete"
 CALLED_ALIKE = (
@@ -84,6 +79,7 @@ def exchange(
     *,
     topic: str = "",
     hint: str = CALLED_ALIKE,
+    limit: float | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Send `value` to the other ranks of `group`; return every rank's value by global rank.
 
@@ -95,11 +91,13 @@ def exchange(
         Exchanges of another topic or error class are counted apart, and never meet this one.
     hint
         Why a rank may be missing; part of the error.
+    limit
+        Seconds to wait; None: the time limit of the group or of its store, whichever is shorter.
 
     Every rank of the group calls this. Raises `error` while a graph is captured: a replay would not exchange anything.
-    Raises `error` with the ranks that did not come within the time limit of the group or of its store, whichever is
-    shorter; sooner if a missing rank refused its settings (`refuse`). Either every rank that came gets the values, or
-    every one raises. A rank that comes after that meets the others' next exchange.
+    Raises `error` with the ranks that did not come within the limit; sooner if a missing rank refused its settings
+    (`refuse`). Either every rank that came gets the values, or every one raises. A rank that comes after that meets the
+    others' next exchange.
     """
     me = dist.get_rank()
     if is_capturing():
@@ -110,28 +108,27 @@ def exchange(
         )
     if dist.get_backend(group) == "fake":  # the other ranks do not exist
         return {me: dict(value)}
-    store: Any = c10d._get_process_group_store(group)
-    # Counted in the store, so that the count outlives a change of settings.
-    prefix = f"ascend_parallel/exchange/{error.__name__}/{topic}"
-    count = f"{prefix}/number/{me}"
-    number = store.add(count, 1)
-    while store.check([f"{prefix}/{number}/outcome"]):  # the others gave up waiting for this rank
-        number = store.add(count, 1)
-    keys = {rank: f"{prefix}/{number}/{rank}" for rank in dist.get_process_group_ranks(group)}
-    outcome = f"{prefix}/{number}/outcome"
-    store.set(keys[me], json.dumps(dict(value)))
-    failure = _wait_for_ranks(group, keys, outcome, place, hint)
+    topic = f"{error.__name__} {topic}"
+    rendezvous = Rendezvous(group, topic)
+    while rendezvous.decided:  # the others gave up waiting for this rank
+        rendezvous = Rendezvous(group, topic)
+    rendezvous.publish("value", json.dumps(dict(value)))
+    seconds = time_limit(group).total_seconds() if limit is None else limit
+    failure = _wait_for_ranks(rendezvous, seconds, lambda missing, waited: absence(group, place, missing, waited, hint))
     # The first outcome is every rank's: a rank may come at the moment in which another gives up.
-    decided = store.compare_set(outcome, "", failure or COMPLETE).decode()
-    if decided != COMPLETE:
-        _leave(store, f"{prefix}/{number}/read", lambda: sum(store.check([key]) for key in keys.values()))
-        raise error(decided)
-    texts = store.multi_get(list(keys.values()))
-    # All ranks have come to this exchange, so no rank still reads the one before.
-    for key in (str(me), "outcome", "read"):
-        store.delete_key(f"{prefix}/{number - 1}/{key}")
-    _leave(store, f"{prefix}/{number}/read", lambda: len(keys))
-    return dict(zip(keys, map(json.loads, texts), strict=True))
+    outcome = rendezvous.decide(failure or COMPLETE)
+    if outcome != COMPLETE:
+        rendezvous.leave(lambda: len(rendezvous.said("value", rendezvous.ranks)))
+        raise error(outcome)
+    texts = rendezvous.texts("value")
+    rendezvous.forget_earlier()
+    rendezvous.leave(lambda: len(texts))
+    return {rank: json.loads(text) for rank, text in texts.items()}
+
+
+def absence(group: dist.ProcessGroup, place: str, missing: list[int], seconds: float, hint: str) -> str:
+    """Return which ranks of `group` have not come to a place in the program; hint: why they may be missing."""
+    return f"rank {listed(missing)} of {describe(group)} has not come to {place} within {seconds:g} s: {hint}"
 
 
 def is_capturing() -> bool:
@@ -146,7 +143,7 @@ def is_capturing() -> bool:
 
 
 def confirm_same(
-    group: dist.ProcessGroup | None, place: str, mine: Mapping[str, Any], problem: str, cure: str, **options: str
+    group: dist.ProcessGroup | None, place: str, mine: Mapping[str, Any], problem: str, cure: str, **options: Any
 ) -> int:
     """Raise `DisagreementError` on every rank unless `mine` is the same on all ranks; return the first rank's seed.
 
@@ -187,75 +184,49 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def begin_configure() -> None:
     """Count this rank's calls of `configure`; the count pairs the ranks' refusals."""
-    if _has_store():
-        c10d._get_default_store().add(_configure_count(dist.get_rank()), 1)
+    if (everybody := _everybody()) is not None:
+        Rendezvous(everybody, CONFIGURE)
 
 
 def refuse(error: Exception) -> None:
     """Tell ranks that wait for this rank, or will wait, that `configure` failed here and changed nothing."""
-    if _has_store():
+    if (everybody := _everybody()) is not None:
         text = f"configure() failed on rank {dist.get_rank()}, which kept what was in force: {error!r}"
-        c10d._get_default_store().set(_refusal_key(dist.get_rank()), text)
+        Rendezvous(everybody, CONFIGURE, latest=True).publish("refusal", text)
 
 
-def _wait_for_ranks(group: dist.ProcessGroup, keys: Mapping[int, str], outcome: str, place: str, hint: str) -> str:
-    """Wait until every rank has set its key (`keys`: by global rank), or a rank has set the outcome.
+def _wait_for_ranks(rendezvous: Rendezvous, limit: float, absent: Callable[[list[int], float], str]) -> str:
+    """Wait until every rank has published its value, or a rank has decided the outcome.
 
-    Returns "", or why this rank gives up. Logs the missing ranks every `PATIENCE` seconds.
+    Returns "", or why this rank gives up. Logs the missing ranks every `PATIENCE` seconds, in the words of
+    ``absent(missing, seconds)``.
     """
+    told = 0.0
 
-    def absence(seconds: float) -> str:
-        return f"rank {listed(missing)} of {describe(group)} has not come to {place} within {seconds:g} s: {hint}"
+    def given_up(missing: list[int], waited: float) -> bool:
+        nonlocal told
+        if rendezvous.decided or _refusals(missing):
+            return True
+        if waited - told >= PATIENCE:
+            log.warning("%s", absent(missing, PATIENCE))
+            told = waited
+        return False
 
-    store: Any = c10d._get_process_group_store(group)
-    limit, begin = time_limit(group).total_seconds(), time.monotonic()
-    told, missing = begin, list(keys)
-    while missing and not store.check([outcome]):
-        if refusals := _refusals(missing):
-            return refusals
-        now = time.monotonic()
-        if now - begin >= limit:
-            return absence(limit)
-        if now - told >= PATIENCE:
-            log.warning("%s", absence(PATIENCE))
-            told = now
-        try:
-            wait = max(min(begin + limit - now, told + PATIENCE - now, LOOK), 0.01)
-            store.wait([keys[rank] for rank in missing], timedelta(seconds=wait))
-            return ""
-        except RuntimeError:  # this wait timed out, or the store is gone; then check() raises
-            missing = [rank for rank in missing if not store.check([keys[rank]])]
-    return ""
+    missing = rendezvous.absent("value", limit, given_up)
+    if not missing or rendezvous.decided:
+        return ""
+    return _refusals(missing) or absent(missing, limit)
 
 
-def _leave(store: Any, read: str, came: Callable[[], int]) -> None:
-    """Count this rank (key `read`) as one that has read the outcome; rank 0 waits for all that came.
-
-    Its process may host the store: if it ended with an error at once, the others would lose the connection instead of
-    reading the reason.
-    """
-    with suppress(RuntimeError):  # rank 0 has waited long enough, and taken the store along
-        store.add(read, 1)
-        end = time.monotonic() + LEAVING
-        while dist.get_rank() == 0 and int(store.get(read)) < came() and time.monotonic() < end:
-            time.sleep(0.001)
-
-
-def _has_store() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+def _everybody() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None: there is none, or its other ranks do not exist."""
+    real = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+    return dist.group.WORLD if real else None
 
 
 def _refusals(ranks: list[int]) -> str:
     """Return the refusals of `ranks` in this rank's latest `configure` call."""
-    store: Any = c10d._get_default_store()
-    keys = [_refusal_key(rank) for rank in ranks]
-    return "; ".join(store.get(key).decode() for key in keys if store.check([key]))
-
-
-def _refusal_key(rank: int) -> str:
-    count = c10d._get_default_store().add(_configure_count(dist.get_rank()), 0)
-    return f"ascend_parallel/refused/{count}/{rank}"
-
-
-def _configure_count(rank: int) -> str:
-    return f"ascend_parallel/changes/{rank}"
+    everybody = _everybody()
+    if everybody is None:
+        return ""
+    return "; ".join(Rendezvous(everybody, CONFIGURE, latest=True).said("refusal", ranks).values())

@@ -23,9 +23,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.process_groups.rendezvous import store_key
+
 # Missed heartbeats that are tolerated: a busy processor delays a thread, too.
 PATIENCE = 16
-LOST = "ascend_parallel/lost"
+LOST = store_key("lost")
 
 
 class Heartbeats:
@@ -93,11 +95,11 @@ class Heartbeats:
 
 
 def _key(rank: int) -> str:
-    return f"ascend_parallel/beat/{rank}"
+    return store_key("beat", rank)
 
 
 def _announced(rank: int) -> str:
-    return f"ascend_parallel/said/{rank}"
+    return store_key("said", rank)
 
 
 log = logging.getLogger("ascend_parallel")

@@ -127,7 +127,7 @@ leave()
 def test_a_rank_that_does_not_come_is_named_by_its_global_rank():
     _, waiting, late = launch(START + ABSENT, [{}] * 3, timeout=60)
     opening, reached, calling = waiting.stdout.splitlines()
-    assert "shm on group 'part' of ranks 1, 2: no sign of rank 2 within 1 s while opening" in opening, waiting.stderr
+    assert "rank 2 of group 'part' of ranks 1, 2 has not come to the opening of shared memory within 1 s" in opening
     assert reached == "reached: None"
     assert "failed on rank 1: rank 2 did not come within 1 s" in calling
     assert "rank 1 left the operator by an error of its own" in late.stdout, late.stdout + late.stderr

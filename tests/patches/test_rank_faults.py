@@ -262,8 +262,6 @@ BLOCKING = {
     ("ascend_parallel/training/pipeline/pipeline.py", "broadcast"),
     ("ascend_parallel/training/checkpoint/storage.py", "all_gather_object"),
     ("ascend_parallel/training/to_static.py", "all_gather_object"),
-    ("ascend_parallel/diagnostics/doctor/trial.py", "all_gather_object"),
-    ("ascend_parallel/cli/report/operators.py", "all_gather_object"),
     ("ascend_parallel/tuning/launch/rank.py", "barrier"),
 }
 # Files that start work, and what they wait on: `Pending`, `NamedWork` or `FinishingWork`, which limit it.

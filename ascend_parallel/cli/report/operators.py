@@ -15,8 +15,10 @@ from ascend_parallel.diagnostics.doctor.trial import (
     run_kernel,
     try_experts,
 )
+from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import OPERATORS, Problem
 from ascend_parallel.ops.registry import FUSED, KERNELS
+from ascend_parallel.process_groups.consistency import exchange
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.launch.devices import device_of
 from ascend_parallel.tuning.launch.ranks import report
@@ -54,13 +56,16 @@ def _of_problem(problem: Problem, group: dist.ProcessGroup, chunks: list[int]) -
             continue
         for count in [1] if name in (SERIAL, *FUSED) else chunks:
             y, again = (run_kernel(name, problem, x, w, group, count) for _ in range(2))
-            own = (relative_error(y, truth), torch.equal(y, serial), torch.equal(y, again))
+            own = {
+                "error": relative_error(y, truth),
+                "bits": torch.equal(y, serial),
+                "again": torch.equal(y, again),
+            }
             found.append({**row, "chunks": count, **_of_all_ranks(own, group)})
     return found
 
 
-def _of_all_ranks(own: tuple[float, bool, bool], group: dist.ProcessGroup) -> dict[str, Any]:
-    ranks: list[tuple[float, bool, bool]] = [own] * group.size()
-    dist.all_gather_object(ranks, own, group=group)
-    errors, bits, again = zip(*ranks, strict=True)
-    return {"error": max(errors), "bits": all(bits), "again": all(again)}
+def _of_all_ranks(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    by_rank = exchange(group, "the comparison of operators", own, CollectiveError).values()
+    error = max(rank["error"] for rank in by_rank)
+    return {"error": error, **{name: all(rank[name] for rank in by_rank) for name in ("bits", "again")}}

@@ -11,10 +11,12 @@ from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
 from ascend_parallel.ops.operators import with_fused_limits
 from ascend_parallel.ops.part_exchange import Rows
+from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
 from ascend_parallel.ops.registry import KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.process_groups.consistency import exchange
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
 
 ROWS, K, N = 128, 64, 48  # input rows of one rank: ROWS for an all-gather, ROWS * ranks otherwise
@@ -35,8 +37,7 @@ def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
 def try_all(group: dist.ProcessGroup) -> dict[str, str]:
     """Try every kernel on this group; return "right" for a kernel only if every rank found it right."""
     own = {name: _try(name, group) for name in KERNELS} | {EXPERT_EXCHANGE: try_experts(group)}
-    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(answers, own, group=group)
+    answers = exchange(group, "the trial of kernels", own, CollectiveError).values()
     return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in own}
 
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
-from ascend_parallel.ops.pending import first_line
-from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups import time_limit
+from ascend_parallel.process_groups.consistency import absence, exchange
+from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 ROUNDS = 10
+TOPIC, PLACE = "clocks", "the comparison of clocks for a timeline"
+ABSENT = "it has stopped, or does not record (record on every rank, or export COC_TIMELINE on every rank)"
 
 
 class ClockError(RuntimeError):
@@ -43,47 +44,42 @@ class Difference:
 def compare(group: dist.ProcessGroup) -> Difference | None:
     """Return this rank's clock difference to the first rank of `group`; None for the backend "fake".
 
-    Every rank of the group must call this function. Raises `ClockError` on the waiting ranks after the store's timeout.
+    Every rank of the group must call this function. Raises `ClockError` on every rank that does, after the time limit
+    of the group or of its store.
     """
     if dist.get_backend(group) == "fake":
         return None
-    store: Any = c10d._get_process_group_store(group)
-    ranks = dist.get_process_group_ranks(group)
-    first, mine = ranks[0], dist.get_rank()
-    # Each rank counts its comparisons, so that two comparisons have different keys.
-    prefix = f"ascend_parallel/clocks/{store.add(f'ascend_parallel/clocks/count/{mine}', 1)}"
-    if mine != first:
-        return _ask(store, prefix, mine, first, group)
-    for rank in ranks[1:]:
+    exchange(group, PLACE, {}, ClockError, topic=TOPIC, hint=ABSENT)  # a rank that does not record is named here
+    clocks = Rendezvous(group, TOPIC)
+    clocks.forget_earlier()
+    first, *others = clocks.ranks
+    if clocks.rank != first:
+        return _ask(clocks, first, group)
+    for rank in others:
         for number in range(ROUNDS):
-            _wait(store, f"{prefix}/{rank}/{number}/asked", rank, group)
-            store.set(f"{prefix}/{rank}/{number}/answer", str(time.monotonic_ns()))
+            _answer(clocks, f"question {number}", rank, group)
+            clocks.publish(f"answer {number} to rank {rank}", str(time.monotonic_ns()))
     return Difference(first, 0, 0)
 
 
-def _ask(store: Any, prefix: str, mine: int, first: int, group: dist.ProcessGroup) -> Difference:
+def _ask(clocks: Rendezvous, first: int, group: dist.ProcessGroup) -> Difference:
     answers = []
     for number in range(ROUNDS):
-        key = f"{prefix}/{mine}/{number}"
         before = time.monotonic_ns()
-        store.set(f"{key}/asked", "")
-        _wait(store, f"{key}/answer", first, group)
+        clocks.publish(f"question {number}", "")
+        theirs = int(_answer(clocks, f"answer {number} to rank {clocks.rank}", first, group))
         after = time.monotonic_ns()
-        answers.append(((after - before + 1) // 2, int(store.get(f"{key}/answer")) - (before + after) // 2))
+        answers.append(((after - before + 1) // 2, theirs - (before + after) // 2))
     error, offset = min(answers)
     return Difference(first, offset, error)
 
 
-def _wait(store: Any, key: str, rank: int, group: dist.ProcessGroup) -> None:
-    limit: timedelta = store.timeout
-    try:
-        store.wait([key], limit)
-    except RuntimeError as error:  # DistStoreError is a RuntimeError; a FileStore raises RuntimeError
-        raise ClockError(
-            f"timeline: rank {rank} of {describe(group)} did not compare its clock within {limit.total_seconds():g} s: "
-            "it has stopped, or does not record (record on every rank, or export COC_TIMELINE on every rank); "
-            f"{first_line(error)}"
-        ) from error
+def _answer(clocks: Rendezvous, name: str, rank: int, group: dist.ProcessGroup) -> str:
+    limit = time_limit(group)
+    text = clocks.answer(name, rank, limit)
+    if text is None:
+        raise ClockError(absence(group, PLACE, [rank], limit.total_seconds(), ABSENT))
+    return text
 
 
 def boot_id() -> str:

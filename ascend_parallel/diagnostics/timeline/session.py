@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as hooks
 
 from ascend_parallel.diagnostics.timeline import align, files
 from ascend_parallel.ops.record import RECORDING, RecordedPass, Recorder
+from ascend_parallel.process_groups.rendezvous import Rendezvous
 from ascend_parallel.settings import MOST_PASSES
 from ascend_parallel.version import __version__
 
@@ -91,11 +91,9 @@ class Session:
         """Compare clocks with the group's ranks; the first call also agrees on the run's name with all ranks."""
         if not self._differences:
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-            store: Any = c10d._get_default_store()
-            # Each rank counts its sessions, so that two sessions have different keys.
-            count = store.add(f"ascend_parallel/diagnostics/timeline/count/{self._rank}", 1)
-            name = store.compare_set(f"ascend_parallel/diagnostics/timeline/run/{count}", "", self.run)
-            self.run = name.decode()
+            everybody = dist.group.WORLD
+            assert everybody is not None
+            self.run = Rendezvous(everybody, "timeline").decide(self.run)
         difference = align.compare(group)
         if difference is not None:
             self._differences.append(difference)
