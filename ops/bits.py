@@ -1,38 +1,110 @@
-"""Probe whether a chunked matmul has the same bits as the whole matmul, once for each shape.
+"""Agree on chunks of a matmul that have the bits of the whole matmul on every rank, once for each shape.
 
 A library picks its routine by the number of rows (MKL takes another for 128 rows or fewer at K of 1024 and more),
-and documents no rule. Before the first chunked call of a shape, every rank therefore multiplies operands of that
-shape, whole and in the kernel's chunks, and compares the results; the operands show in which order a routine adds.
-The ranks exchange their results and take the same chunks: the requested chunks if these keep the bits on every rank,
-else the largest number of chunks that does.
+and documents no rule. Before the first chunked call of a shape, every rank therefore asks its machine (`probing`). The
+ranks exchange their answers and take the same chunks: the requested chunks if these keep the bits on every rank, else
+the largest number of chunks that does.
+
+The first call of a model asks for the other calls too that are known by then (`AHEAD`): one agreement, before the first
+step has anything in flight. What is known may differ between ranks, where a program has replaced a layer on one rank;
+so the call itself alone decides whether ranks exchange anything, and of the others those count that every rank names.
 
 The probe is invisible to the run: no autograd, no dispatch mode, no draw from the run's random generators.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, cancelling_operands, without_grad_and_modes
+from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, Pieces, first_with_same_bits, log_time
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, cut_into, name_of
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import exchange
 
-log = logging.getLogger("ascend_parallel")
 
-_PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Choice, str], Choice]] = WeakKeyDictionary()
+class CallsAhead(Protocol):
+    """Knows calls before they come: a framework those of the running model, a planned model its own."""
+
+    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> Iterable[tuple[Choice, str]]:
+        """Return choices of calls on `group` that will be made, with as many rows as `problem` multiplies.
+
+        Each with the memory layout of its right operand.
+        """
+
+
+AHEAD: WeakSet[CallsAhead] = WeakSet()
+"""Who is asked what follows a call."""
+
+
+class Question(NamedTuple):
+    """What decides which chunks of a matmul keep its bits; the same on every rank.
+
+    sizes, given, step
+        As in `Choice`.
+    layout
+        The memory layout of the right operand.
+    """
+
+    operator: str
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    device: str
+    ranks: int
+    kernel: str
+    sizes: Sizes
+    given: bool
+    step: int
+    layout: str
+
+    @classmethod
+    def of(cls, choice: Choice, layout: str) -> Question:
+        """Return the question of a choice, for a right operand in a memory layout."""
+        p = choice.problem
+        operator = (p.operator, p.m, p.k, p.n, p.dtype, p.device, p.ranks)
+        return cls(*operator, choice.kernel, choice.sizes, choice.given, choice.step, layout)
+
+    @property
+    def problem(self) -> Problem:
+        """The operator of one call."""
+        return Problem(self.operator, self.m, self.k, self.n, self.dtype, self.device, self.ranks)
+
+    @property
+    def layouts(self) -> Sequence[str]:
+        """The layouts in which the bits have to be kept."""
+        return (self.layout,) if self.layout else (TRANSPOSED, ROW_MAJOR)
+
+    @property
+    def candidates(self) -> list[Sizes]:
+        """The requested chunks and, unless their sizes were given, the cuts into fewer chunks."""
+        fewer = [] if self.given else range(len(self.sizes) - 1, 1, -1)
+        return list(dict.fromkeys([self.sizes, *(cut_into(self.problem, count, self.step) for count in fewer)]))
+
+    def first_exact(self, group: dist.ProcessGroup, device: torch.device, start: int) -> int:
+        """Return the index, from `start` on, of the first candidate that keeps the bits on this rank.
+
+        The number of candidates if none does.
+        """
+        launches = backend_of(group, device).launches
+        cuts = [CutMatmul(self.problem, self.kernel, sizes, group.rank(), launches) for sizes in self.candidates]
+        return first_with_same_bits(cuts, self.layouts, device, start)
+
+
+_PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[Question, int]] = WeakKeyDictionary()
+"""The agreed index of the first candidate that keeps the bits on every rank, by group."""
 
 
 def keep_bits(choice: Choice, group: dist.ProcessGroup, device: torch.device, layout: str = ANY) -> Choice:
@@ -43,21 +115,15 @@ def keep_bits(choice: Choice, group: dist.ProcessGroup, device: torch.device, la
     """
     if choice.bit_exact is not None:
         return choice
-    probed = _PROBED.setdefault(group, {})
-    if (choice, layout) not in probed:
-        probed[choice, layout] = _probe(choice, group, device, layout)
-    return probed[choice, layout]
+    probed, question = _PROBED.setdefault(group, {}), Question.of(choice, layout)
+    if question not in probed:
+        probed.update(_probe(question, probed, group, device))
+    return _with_answer(choice, question, probed[question])
 
 
-def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layout: str) -> Choice:
-    start = time.perf_counter()
-    if not backend_of(group, device).blocks_host:
-        _finish_collectives(choice, group, device)
-    candidates = _candidates(choice)
-    index = _first_exact_everywhere(choice, candidates, group, device, layout)
-    if dist.get_rank() == 0:
-        took = 1e3 * (time.perf_counter() - start)
-        log.info("%s: asked in %.0f ms which chunks keep the bits", name_of(choice.problem), took)
+@lru_cache(maxsize=4096)
+def _with_answer(choice: Choice, question: Question, index: int) -> Choice:
+    candidates = question.candidates
     if index == len(candidates):
         what = "these chunks change" if len(candidates) == 1 else "every cut changes"
         return replace(choice, bit_exact=False, reason=f"{choice.reason}; {what} the matmul's bits on this machine")
@@ -67,92 +133,92 @@ def _probe(choice: Choice, group: dist.ProcessGroup, device: torch.device, layou
     return replace(choice, sizes=sizes, bit_exact=True, reason=why)
 
 
-def _finish_collectives(choice: Choice, group: dist.ProcessGroup, device: torch.device) -> None:
+def _probe(
+    question: Question, probed: Mapping[Question, int], group: dist.ProcessGroup, device: torch.device
+) -> dict[Question, int]:
+    """Return the answers to `question`, and to those that are known to follow it."""
+    start, name = time.perf_counter(), name_of(question.problem)
+    what = f"the probe of which chunks keep the bits of {name}"
+    if not backend_of(group, device).blocks_host:
+        _finish_collectives(what, group, device)
+    others = [other for other in _following(question, group) if other not in probed]
+    answers = _agreed(question, others, what, group, device)
+    log_time(f"{name} and {len(answers) - 1} calls that follow" if len(answers) > 1 else name, start)
+    return answers
+
+
+def _following(question: Question, group: dist.ProcessGroup) -> list[Question]:
+    """Return what will be asked besides `question`, as far as this rank knows it."""
+    calls = (call for known in list(AHEAD) for call in known.calls_ahead(group, question.problem))
+    found = dict.fromkeys(Question.of(choice, layout) for choice, layout in calls if choice.bit_exact is None)
+    found.pop(question, None)
+    return list(found)
+
+
+def _finish_collectives(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Return once no rank of `group` has work on its device; raise `CollectiveError` while a graph is captured.
 
     A collective in flight keeps compute units until all its ranks have some. Ranks that share a card could then wait
     for each other: one in its probe, the other in a collective for which the probing rank has no unit left.
     """
-    what = f"the probe of which chunks keep the bits of {name_of(choice.problem)}"
     exchange(group, what, {}, CollectiveError, topic="capture")  # raises before the device is waited for
     if torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
     exchange(group, what, {}, CollectiveError, topic="idle")
 
 
-def _candidates(choice: Choice) -> list[Sizes]:
-    """Return the requested chunks and, unless their sizes were given, the cuts into fewer chunks."""
-    fewer = [] if choice.given else range(len(choice.sizes) - 1, 1, -1)
-    return list(dict.fromkeys([choice.sizes, *(cut_into(choice.problem, count, choice.step) for count in fewer)]))
+def _agreed(
+    question: Question, others: Iterable[Question], what: str, group: dist.ProcessGroup, device: torch.device
+) -> dict[Question, int]:
+    """Return the first candidate that keeps the bits on every rank, of `question` and of what all ranks ask besides.
 
-
-def _first_exact_everywhere(
-    choice: Choice, candidates: Sequence[Sizes], group: dist.ProcessGroup, device: torch.device, layout: str
-) -> int:
-    """Return the index of the first of `candidates` that keeps the bits on every rank, or ``len(candidates)``."""
-    first = 0
-    while True:
-        untried = range(first, len(candidates))
-        mine = next((i for i in untried if _is_exact(choice, candidates[i], group, device, layout)), len(candidates))
-        what = f"the probe of which chunks keep the bits of {name_of(choice.problem)}"
-        firsts = [int(value["first"]) for value in exchange(group, what, {"first": mine}, CollectiveError).values()]
-        first = max(firsts)
-        if first == len(candidates) or min(firsts) == first:
-            return first
-
-
-def _is_exact(choice: Choice, sizes: Sizes, group: dist.ProcessGroup, device: torch.device, layout: str) -> bool:
-    batched = backend_of(group, device).launches
-    cut = CutMatmul(choice.problem, choice.kernel, sizes, group.rank(), batched)
-    layouts = (layout,) if layout else (TRANSPOSED, ROW_MAJOR)
-    return all(same_bits(cut, layout, device, torch.get_num_threads()) for layout in layouts)
+    All ranks ask `question` at the same time, so it needs no name; others are compared by theirs. Each round asks again
+    where ranks found different candidates; usually there is one.
+    """
+    answers: dict[Question, int] = {}
+    following = {str(tuple(other)): other for other in others}
+    asked: dict[str, Question] = {"": question, **following}
+    starts = dict.fromkeys(asked, 0)
+    while asked:
+        firsts = {name: one.first_exact(group, device, starts[name]) for name, one in asked.items()}
+        by_rank = exchange(group, what, firsts, CollectiveError).values()
+        common = [name for name in asked if all(name in found for found in by_rank)]
+        for name in common:
+            found = [int(rank[name]) for rank in by_rank]
+            starts[name] = max(found)
+            if min(found) == max(found) or max(found) == len(asked[name].candidates):
+                answers[asked[name]] = max(found)
+        asked = {name: asked[name] for name in common if asked[name] not in answers}
+    return answers
 
 
 @dataclass(frozen=True)
 class CutMatmul:
-    """The chunks in which a kernel multiplies a problem on one rank of its group; `batched` as in `rank_blocks`."""
+    """The chunks in which a kernel multiplies a problem on one rank of its group; `launches` as in `rank_blocks`."""
 
     problem: Problem
     kernel: str
     sizes: Sizes
     rank: int
-    batched: bool
+    launches: bool
 
-
-@lru_cache(maxsize=4096)
-def same_bits(cut: CutMatmul, layout: str, device: torch.device, threads: int) -> bool:
-    """Tell whether the chunked and the whole matmul have the same bits on this machine, with `threads` threads."""
-    try:
-        with without_grad_and_modes():
-            x, w = cancelling_operands(cut.problem, layout, device)
-            whole = torch.mm(x, w)
-            if not cut.batched:
-                return all(torch.equal(product, expected) for product, expected in _products(cut, x, w, whole))
-            # On a device the host reads one answer, not one for each product.
-            return bool(torch.stack([(one == other).all() for one, other in _products(cut, x, w, whole)]).all())
-    except torch.OutOfMemoryError:
-        return False
-
-
-def _products(
-    cut: CutMatmul, x: torch.Tensor, w: torch.Tensor, whole: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Multiply every chunk as the kernel does; yield each product with the same rows of `whole`."""
-    problem, sizes = cut.problem, cut.sizes
-    ranks = problem.m // problem.rows
-    x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
-    own = cut.rank if cut.kernel == "chunked" and problem.operator == ALL_GATHER else None
-    if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
-        yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
-        # In chunks, where they are unfinished themselves.
-        yield from _chunks([x_r_m[own]], [whole_r_m[own]], w, sizes)
-    x_blocks, expected = (rank_blocks(each, cut.batched, but=own) for each in (x_r_m, whole_r_m))
-    yield from _chunks(x_blocks, expected, w, sizes)
+    def pieces(self, x: torch.Tensor, w: torch.Tensor) -> Pieces:
+        """Multiply x [m, k] and w [k, n] whole, and every chunk as the kernel does."""
+        whole, problem, sizes = torch.mm(x, w), self.problem, self.sizes
+        ranks = problem.m // problem.rows
+        x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
+        own = self.rank if self.kernel == "chunked" and problem.operator == ALL_GATHER else None
+        if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
+            yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
+            # In chunks, where they are unfinished themselves.
+            yield from _chunks([x_r_m[own]], [whole_r_m[own]], w, sizes)
+        x_blocks, expected = (rank_blocks(each, self.launches, but=own) for each in (x_r_m, whole_r_m))
+        yield from _chunks(x_blocks, expected, w, sizes)
 
 
 def _chunks(
     x_blocks: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], w: torch.Tensor, sizes: Sizes
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Pieces:
     for x_c, blocks in zip(cut_blocks(x_blocks, sizes), cut_blocks(expected, sizes), strict=True):
         products = [torch.empty_like(block, memory_format=torch.contiguous_format) for block in blocks]
         multiply_blocks(x_c, w, products)

@@ -1,16 +1,26 @@
-"""What the probes of bits share: operands that show an order of sums, and work that is no part of the user's call."""
+"""The probe of bits on this machine: whether a product in pieces has the bits of the whole product.
+
+Its operands show in which order a routine adds, and its work is no part of the user's call. Every caller asks
+`first_with_same_bits`; the answers are kept for the process. `bits` has the ranks of a group agree on an answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_parallel.ops.problem import Problem
+
+log = logging.getLogger("ascend_parallel")
 
 # Memory layout of the right operand [K, N]: a transposed weight [N, K] (forward), a row-major weight (backward), or
 # either (empty). A layer derives the layout from the pass, so that all ranks name the same.
@@ -18,6 +28,58 @@ TRANSPOSED, ROW_MAJOR, ANY = "transposed", "row_major", ""
 
 # Number of distinct rows in an operand; a larger operand repeats them.
 DRAWN_ROWS = 509
+
+
+Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Pieces of a product, each with the same elements of the whole one."""
+
+
+class CutProduct(Hashable, Protocol):
+    """A product in pieces.
+
+    problem
+        The whole product, [m, k] x [k, n].
+    launches
+        As of `Backend`: the host then reads one answer, not one for each piece.
+    """
+
+    @property
+    def problem(self) -> Problem: ...  # noqa: D102
+
+    @property
+    def launches(self) -> bool: ...  # noqa: D102
+
+    def pieces(self, x: torch.Tensor, w: torch.Tensor) -> Pieces:
+        """Multiply x [m, k] and w [k, n] whole and in pieces."""
+
+
+def first_with_same_bits(
+    cuts: Sequence[CutProduct], layouts: Sequence[str], device: torch.device, start: int = 0
+) -> int:
+    """Return the index, from `start` on, of the first cut that keeps the bits in all layouts, or ``len(cuts)``."""
+    threads = torch.get_num_threads()
+    keep = (all(same_bits(cut, layout, device, threads) for layout in layouts) for cut in cuts[start:])
+    return next((index for index, same in enumerate(keep, start) if same), len(cuts))
+
+
+@lru_cache(maxsize=4096)
+def same_bits(cut: CutProduct, layout: str, device: torch.device, threads: int) -> bool:
+    """Tell whether the product in pieces has the bits of the whole one on this machine, with `threads` threads."""
+    try:
+        with without_grad_and_modes():
+            x, w = cancelling_operands(cut.problem, layout, device)
+            pieces = cut.pieces(x, w)
+            if not cut.launches:
+                return all(torch.equal(piece, expected) for piece, expected in pieces)
+            return bool(torch.stack([(piece == expected).all() for piece, expected in pieces]).all())
+    except torch.OutOfMemoryError:
+        return False
+
+
+def log_time(what: str, begin: float) -> None:
+    """Log, on rank 0, how long it took to ask about products, in words, since `begin` (`time.perf_counter`)."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("%s: asked in %.0f ms which chunks keep the bits", what, 1e3 * (time.perf_counter() - begin))
 
 
 def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ backward ends, or until somebody reads them.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +33,19 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
-from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, cancelling_operands, without_grad_and_modes
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.probing import (
+    ROW_MAJOR,
+    TRANSPOSED,
+    Pieces,
+    first_with_same_bits,
+    log_time,
+    without_grad_and_modes,
+)
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem, matmul_in_words
 from ascend_parallel.ops.record import compute_rows
 from ascend_parallel.ops.row_views import blocks_of, rows_of_view
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.process_groups.backend import usual_backend
 
 aten = torch.ops.aten
 
@@ -827,19 +836,38 @@ def _exact_sizes(
 ) -> Sizes:
     """Return chunks, made of the given ones, in which a matmul has the bits of the whole on this machine.
 
-    No rank needs to know what another takes: no collective depends on it.
+    No rank needs to know what another takes: no collective depends on it. `threads` is part of the key alone.
     """
+    if len(sizes) < 2:
+        return sizes
+    candidates, backend = [sizes], usual_backend(device.type)
     while len(sizes) > 1:
-        if _is_exact(func, Problem(ALL_REDUCE, sum(sizes), k, n, dtype, device.type, 2), layout, device, sizes):
-            return sizes
         sizes = tuple(sum(sizes[place : place + 2]) for place in range(0, len(sizes), 2))
-    return sizes
+        candidates.append(sizes)
+    problem = Problem(ALL_REDUCE, sum(sizes), k, n, dtype, device.type, 2)
+    cuts = [RowChunks(func, problem, chunks, backend.launches) for chunks in candidates[:-1]]
+    if not backend.blocks_host and torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)  # as `bits` does, and for the same reason
+    begin, first = time.perf_counter(), first_with_same_bits(cuts, (layout,), device)
+    log_time(f"{func._schema.name} {matmul_in_words(problem)} of unfinished rows", begin)
+    return candidates[first]
 
 
-def _is_exact(func: Any, problem: Problem, layout: str, device: torch.device, sizes: Sizes) -> bool:
-    with without_grad_and_modes():
-        x, w = cancelling_operands(problem, layout, device)
-        more = (w[0] * 1e-6,) if func is aten.addmm.default else ()  # a larger bias would hide the order of the sums
-        whole = func(*more, x, w)
-        parts = zip(torch.split_with_sizes(x, sizes), torch.split_with_sizes(whole, sizes), strict=True)
-        return all(torch.equal(func(*more, x_c, w), whole_c) for x_c, whole_c in parts)
+@dataclass(frozen=True)
+class RowChunks:
+    """A matmul of rows in chunks, as `_matmul` multiplies unfinished ones; `launches` as in `CutProduct`."""
+
+    func: Any
+    problem: Problem
+    sizes: Sizes
+    launches: bool
+
+    def pieces(self, x: torch.Tensor, w: torch.Tensor) -> Pieces:
+        """Multiply x [m, k] and w [k, n] whole and in chunks of rows."""
+        # A larger bias would hide the order of the sums.
+        more = (w[0] * 1e-6,) if self.func is aten.addmm.default else ()
+        whole = self.func(*more, x, w)
+        for x_c, whole_c in zip(
+            torch.split_with_sizes(x, self.sizes), torch.split_with_sizes(whole, self.sizes), strict=True
+        ):
+            yield self.func(*more, x_c, w), whole_c

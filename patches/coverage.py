@@ -245,13 +245,14 @@ def announce(
     if dist.get_rank() == 0:
         ranks = group.size()
         how = MEASURED if tuned else _first_operators(shape, settings) if shape else ""
-        covered = coverage(running_model(layer))
+        model = running_model()
+        covered = coverage(layer if model is None else model)
         log.warning("overlap is %s; %s, on %d ranks; %s%s", overlap_in_words(settings), covered, ranks, how, MORE)
 
 
-def running_model(layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the outermost module whose call led to the call of `layer`; `layer` itself if it is the outermost."""
-    outermost = layer
+def running_model() -> torch.nn.Module | None:
+    """Return the outermost module whose call led to this one; None: no module is being called."""
+    outermost: torch.nn.Module | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         # Reading a frame's locals keeps them alive, so read only torch's frames, which end with the forward.

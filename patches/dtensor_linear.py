@@ -21,6 +21,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
 from ascend_parallel.patches.compiled import at_tracing
@@ -118,12 +120,14 @@ class InstalledLayers(Framework):
 
         Forwards that were installed under earlier patches are overlapped again.
         """
+        super().put_in_force()
         self._in_force.framework = self
         for install in self.settings.arithmetic.tree_needs(install_norms, install_refusals):
             install()
 
     def put_out_of_force(self) -> None:
         """Have installed forwards run the framework's own, and DTensor its own norms."""
+        super().put_out_of_force()
         self._in_force.framework = None
         remove_norms()
         remove_refusals()
@@ -152,6 +156,22 @@ class InstalledLayers(Framework):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the framework's own forward of `layer` must run, or None."""
         return installed_on(layer).uncovered(layer)
+
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `problem`, or None.
+
+        A row layer shares its rows as the layer of `problem` does; how a column layer gathers its rows is known in its
+        call alone.
+        """
+        installed: Installed | None = vars(layer).get(INSTALLED)
+        if installed is None or installed.in_force.framework is not self or installed.left_alone(layer):
+            return None
+        shares_rows, ranks = problem.operator != ALL_REDUCE, group.size()
+        if installed.group is not group or (shares_rows and installed.kind == COLUMN):
+            return None
+        k, n = layer.in_features, layer.out_features
+        k, n = (k, n // ranks) if installed.kind == COLUMN else (k // ranks, n)
+        return LayerShape.beside(problem, installed.kind or "", k, n, shares_rows)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """No feature of these frameworks overlaps the same layers eagerly."""

@@ -16,15 +16,18 @@ import torch.distributed as dist
 
 from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import DegreeError, UnmetRequestError
+from ascend_parallel.ops.bits import AHEAD
 from ascend_parallel.ops.blocks import BlockedFeatures
 from ascend_parallel.ops.pending import run_collective
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.registry import Choice
 from ascend_parallel.ops.unfinished import UnfinishedTensor
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.chunks import Chunks, choices_ahead
 from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.compiled import COMPILED_AWAY
-from ascend_parallel.patches.coverage import announce
+from ascend_parallel.patches.coverage import announce, running_model
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import refusal_of_plan, tuner_of
 from ascend_parallel.process_groups.consistency import SettingsAgreement
@@ -118,6 +121,34 @@ class Framework(ABC):
         """Return the shape of a call of `layer`; None: it is of experts, or its weight is not tuned."""
         return None if kind == "experts" else LayerShape.of(kind, x, weight, self.group_of(layer).size(), **options)
 
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have in a model in which `problem` is multiplied on `group`.
+
+        None: the layer is not overlapped on this group, or its shape is not known before its call.
+        """
+        return None
+
+    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> list[tuple[Choice, str]]:
+        """Return the operators of the running model's layers on `group`, of as many rows as `problem` has.
+
+        Each with the memory layout of its right operand; for the probe of bits (ops/bits.py).
+        """
+        model = running_model()
+        if model is None:
+            return []
+        # Grad mode does not tell: autograd switches it off in a forward of its own, a checkpoint in a first forward.
+        trains = model.training and any(parameter.requires_grad for parameter in model.parameters())
+        calls: list[tuple[Choice, str]] = []
+        for layer in model.modules():
+            try:
+                shape = self.shape_ahead(layer, group, problem)
+            except AttributeError:  # of a subclass that does not call the constructor of its base
+                continue
+            if shape is not None:
+                settings = self.with_options(layer, Chunks(self.settings)).settings
+                calls += choices_ahead(settings, shape, backward=trains, leaves_rows=bool(self.leaves_rows))
+        return calls
+
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks beside the settings, by the user's names."""
         return {}
@@ -141,11 +172,13 @@ class Framework(ABC):
         if features.refusal:
             raise DegreeError(f"{described(layer)}: {features.refusal}")
 
-    def put_in_force(self) -> None:  # noqa: B027  only forwards that are installed on modules ask
+    def put_in_force(self) -> None:
         """Have the layers of this process run with these settings: its patches have been applied."""
+        AHEAD.add(self)
 
-    def put_out_of_force(self) -> None:  # noqa: B027
+    def put_out_of_force(self) -> None:
         """Have the layers run the framework's own: its patches have been reverted."""
+        AHEAD.discard(self)
 
     def beside_run(self) -> AbstractContextManager[None]:
         """Return a context in which an original layer leaves no trace in the framework's state."""

@@ -6,6 +6,8 @@ region cuts what a plan keeps whole: each of these is a rule of `Chunks`, and no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -98,3 +100,22 @@ def _cut_although_planned_whole(settings: Settings) -> Chunks:
 def region_chunks(settings: Settings) -> int:
     """Return the chunks of rows in a region that no plan has cut."""
     return settings.num_chunks if settings.num_chunks > 1 else CHUNKS_UNLESS_PLANNED
+
+
+def choices_ahead(
+    settings: Settings, shape: LayerShape, *, backward: bool, leaves_rows: bool
+) -> Iterator[tuple[Choice, str]]:
+    """Yield kernel and chunks of a later call, each with the memory layout of its right operand.
+
+    For the probe of bits, which asks for all calls of a model in one go (ops/bits.py). Nothing where tuning measures
+    each shape, or where ranks have to ask whether a fused kernel can run it.
+
+    backward: whether the call has one. leaves_rows: as in `Chunks.for_call`.
+    """
+    if settings.fused or settings.tunes:
+        return
+    for operator in shape.operators:
+        if operator.direction == FORWARD or backward:
+            chunks = Chunks.for_call(settings, shape, operator.direction, leaves_rows=leaves_rows)
+            with suppress(RuntimeError, ValueError):  # the call itself raises it
+                yield choose(operator.problem, chunks.settings), operator.layout

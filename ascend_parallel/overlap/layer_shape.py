@@ -80,6 +80,12 @@ class LayerShape(NamedTuple):
         own = rows // ranks if kind == COLUMN and sequence_parallel else rows
         return cls(kind=kind, own_rows=own, ranks=ranks, sequence_parallel=sequence_parallel, **fields)
 
+    @classmethod
+    def beside(cls, problem: Problem, kind: str, k: int, n: int, sequence_parallel: bool, **options: Any) -> LayerShape:
+        """Return the shape of a call with a weight [n, k] in a model that multiplies `problem`: as many rows, alike."""
+        fields = {"k": k, "n": n, "dtype": problem.dtype, "device": problem.device, **options}
+        return cls.of_rows(kind, problem.m, problem.ranks, sequence_parallel, **fields)
+
     def sharing_rows(self, sequence_parallel: bool) -> LayerShape:
         """Return the shape of a call of as many rows with sequence parallelism, or without."""
         rest = {"k": self.k, "n": self.n, "dtype": self.dtype, "device": self.device}

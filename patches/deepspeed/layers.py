@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base import ConflictError, Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
@@ -51,6 +53,14 @@ class DeepSpeed(Framework):
         if len(set(layer._partition_sizes)) > 1:
             return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
         return None
+
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `problem`, or None."""
+        kind = next((KINDS.get(kind.__name__) for kind in type(layer).__mro__ if kind.__module__ == MODULE), None)
+        if kind is None or self.uncovered(layer) or self.group_of(layer) is not group or layer.weight.dim() != 2:
+            return None
+        n, k = layer.weight.shape
+        return LayerShape.beside(problem, kind, k, n, sequence_parallel=False)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` if DeepSpeed overlaps the same layers itself."""

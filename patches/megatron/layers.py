@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.chunks import Chunks
-from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
@@ -189,6 +190,24 @@ class Megatron(Framework):
         """Return the shape of a call; an int8 weight is not tuned."""
         return super().shape_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
 
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `problem`, or None.
+
+        Read from its features: the weight of an output layer may be the embedding's, which the model gives it.
+        """
+        column = isinstance(layer, self.layers.ColumnParallelLinear)
+        if not (column or isinstance(layer, self.layers.RowParallelLinear)) or self.left_alone(layer):
+            return None
+        if self.group_of(layer) is not group:
+            return None
+        if not column:
+            features = layer.input_size_per_partition, layer.output_size
+            return LayerShape.beside(problem, ROW, *features, layer.sequence_parallel)
+        features = layer.input_size, layer.output_size_per_partition
+        return LayerShape.beside(
+            problem, COLUMN, *features, layer.sequence_parallel, reduce_input_grad=_sums_input_grad(layer)
+        )
+
     def call_key(
         self, layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None = None
     ) -> tuple[Hashable, ...] | None:
@@ -279,7 +298,7 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             sequence_dim=0 if self.sequence_parallel else None,
             finish=functools.partial(_column_output, megatron, self, gathers),
             own_matmul=functools.partial(_own_column, original, self, used) if around else None,
-            reduce_input_grad=bool(self.allreduce_dgrad or not (self.sequence_parallel or self.disable_grad_reduce)),
+            reduce_input_grad=_sums_input_grad(self),
             parts=parts_of(self, used),
             weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if around else input_),
             call_key=key,
@@ -291,6 +310,11 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         return output
 
     return _installed(forward, original, megatron, lambda layer: layer.output_size_per_partition == layer.output_size)
+
+
+def _sums_input_grad(layer: Any) -> bool:
+    """Tell whether the input gradient of a column layer is summed over the ranks."""
+    return bool(layer.allreduce_dgrad or not (layer.sequence_parallel or layer.disable_grad_reduce))
 
 
 def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:

@@ -10,7 +10,7 @@ from pool import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
-from ascend_parallel.ops import Problem, bits, choose
+from ascend_parallel.ops import Problem, bits, choose, probing
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.operators import (
     choice_for,
@@ -92,14 +92,14 @@ def test_what_is_promised_holds_at_the_sizes_of_real_layers(ranks, count, dtype)
 
 def as_if(smallest, group, kept):
     """Return the ranks' choice if chunks of `smallest[rank]` rows and more keep the bits."""
-    usual = bits.same_bits
-    bits.same_bits = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
+    usual = probing.same_bits
+    probing.same_bits = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
     try:
         problem = Problem("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
         choice = keep_bits(choose(problem, kept), group, CPU, TRANSPOSED)
         return choice.sizes, choice.bit_exact, choice.reason
     finally:
-        bits.same_bits = usual
+        probing.same_bits = usual
         bits._PROBED.clear()
 
 
@@ -141,12 +141,14 @@ def test_the_machine_is_really_asked(monkeypatch):
 
     problem = Problem("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
     cuts = [(320, 320), (128, 256, 256), (80, 160, 160, 160, 80)]
-    bits.same_bits.cache_clear()
+    probing.same_bits.cache_clear()
     monkeypatch.setattr(torch, "mm", changing)
     try:
-        found = [bits.same_bits(bits.CutMatmul(problem, "chunked", cut, 0, False), TRANSPOSED, CPU, 1) for cut in cuts]
+        found = [
+            probing.same_bits(bits.CutMatmul(problem, "chunked", cut, 0, False), TRANSPOSED, CPU, 1) for cut in cuts
+        ]
     finally:
-        bits.same_bits.cache_clear()
+        probing.same_bits.cache_clear()
     assert found == [True, True, False]
 
 

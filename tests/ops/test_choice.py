@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.ops import Problem, choose
-from ascend_parallel.ops.bits import _candidates
+from ascend_parallel.ops.bits import Question
 from ascend_parallel.ops.multiply import align_operands
+from ascend_parallel.ops.probing import TRANSPOSED
 from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
 
 
@@ -197,4 +198,4 @@ def test_the_least_rows_of_a_chunk_are_a_setting(rows, sizes):
     problem = Problem("matmul_all_reduce", 10, 64, 48, torch.float32, "cpu", 2)
     choice = choose(problem, Settings(num_chunks=4, chunk_rows=rows))
     assert choice.sizes == sizes and all(size % rows == 0 for size in sizes[:-1])
-    assert {size % rows for cut in _candidates(choice) for size in cut[:-1]} <= {0}
+    assert {size % rows for cut in Question.of(choice, TRANSPOSED).candidates for size in cut[:-1]} <= {0}

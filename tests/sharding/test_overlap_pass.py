@@ -7,6 +7,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
+from agreements import agreements
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -360,3 +361,17 @@ def test_matmuls_that_are_not_fused_have_a_reason():
     found = reasons(twice, (4, 2, 12), pair)
     assert found == {"linear_1": ("", "it has a bias, and partial sums on another mesh dimension")}
     assert reasons(twice, (4, 2, 12), pair, bias=False)["linear_1"][0] == "matmul_all_reduce"
+
+
+@pytest.mark.parametrize("form", ["tensor", "sequence"])
+@on_ranks(2)
+def test_all_kernels_of_a_plan_are_asked_about_their_bits_in_one_agreement(group, form):
+    model, x = (
+        made(MLP, 20, 36),
+        torch.randn(64, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+    )
+    plan = FORMS[form](trace(model, (x,)), ProcessMesh([0, 1], ["mp"]))
+    sharded = ShardedModule(model, plan, settings=Settings(num_chunks=4), bucket_bytes=0)
+    with agreements() as asked:
+        compare(model, sharded, x)
+    assert asked == [2 if form == "tensor" else 4]  # two layers, whose forward and backward have a collective

@@ -163,7 +163,8 @@ def unequal(plain, overlapped):
 
 def chunks_keep_bits():
     """Tell whether the probes of this process found chunks with the whole matmul's bits for every shape."""
-    return all(choice.bit_exact for probed in bits._PROBED.values() for choice in probed.values())
+    answers = (answer for probed in bits._PROBED.values() for answer in probed.items())
+    return all(index < len(question.candidates) for question, index in answers)
 
 
 def _close(left, right):

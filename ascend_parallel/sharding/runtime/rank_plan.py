@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.layout import Layout
+from ascend_parallel.sharding.layout import Layout, Shape, local_shape
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, with_partial_grads
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
+from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
@@ -57,6 +60,29 @@ class RankPlan:
     def summed_by_value(self) -> dict[Value, SummedGradient]:
         """`summed` by value."""
         return {param.value: param for param in self.summed}
+
+    def shape(self, kernel: Kernel, device: str) -> LayerShape:
+        """Return what a call of a kernel multiplies on this rank."""
+        graph, mesh_shape = self.plan.graph, self.plan.mesh.shape
+
+        def local(name: str, place: int) -> Shape:
+            """Return the local shape of an input of a node."""
+            meta = graph.meta(graph.nodes[name].inputs[place])
+            return local_shape(meta.shape, self.schedule.inputs[name][place], mesh_shape, self.coordinate)
+
+        matmuls = list(zip(kernel.nodes, kernel.matmuls, strict=True))
+        (name, first), ranks = matmuls[0], mesh_shape[kernel.mesh_dim]
+        *rows, k = local(name, first.x)
+        return LayerShape(
+            kernel.kind,
+            prod(rows),
+            k,
+            n=sum(local(name, matmul.weight)[matmul.n_dim] for name, matmul in matmuls),
+            ranks=ranks,
+            sequence_parallel=kernel.row_dim is not None,
+            dtype=graph.meta(graph.nodes[name].inputs[first.weight]).dtype,
+            device=device,
+        )
 
     def redistribution(
         self, value: Value, reader: str, module: str, source: Layout, target: Layout

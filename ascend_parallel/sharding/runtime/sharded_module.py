@@ -6,11 +6,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.bits import AHEAD
+from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.registry import Choice
+from ascend_parallel.overlap.chunks import choices_ahead
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
@@ -140,6 +145,18 @@ class ShardedModule(torch.nn.Module):
         self._segments = compile == SEGMENTS
         self._programs: dict[tuple[bool, bool], Program] = {}
         self.instructions(gradients=True)
+        self._groups = [ref(plan.mesh.group(dim)) for dim in range(plan.mesh.ndim)]
+        AHEAD.add(self)
+
+    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> list[tuple[Choice, str]]:
+        """Return the overlapped operators on `group`, for the probe of bits (ops/bits.py): a plan has one shape."""
+        calls: list[tuple[Choice, str]] = []
+        for kernel in self.rank_plan.schedule.kernels.values():
+            if self._groups[kernel.mesh_dim]() is group:
+                shape, settings = self.rank_plan.shape(kernel, problem.device), kernel.settings
+                leaves = settings.region is True
+                calls += choices_ahead(settings, shape, backward=kernel.differentiable, leaves_rows=leaves)
+        return calls
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
         """Register this rank's slices of parameters, buffers and constants; `rest` as for `hold`."""

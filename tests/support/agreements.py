@@ -1,0 +1,19 @@
+"""The agreements of ranks about chunks that keep the bits, noted on their way."""
+
+import contextlib
+from unittest import mock
+
+from ascend_parallel.ops import bits
+
+
+@contextlib.contextmanager
+def agreements():
+    """Note the exchanges of the probe: of each, how many matmuls were asked about, with none on a device's way."""
+    asked, usual = [], bits.exchange
+
+    def noting(group, place, value, *others, **options):
+        asked.append(len(value))
+        return usual(group, place, value, *others, **options)
+
+    with mock.patch.object(bits, "exchange", noting):
+        yield asked
