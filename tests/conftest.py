@@ -1,4 +1,5 @@
 import collections
+import gc
 import importlib.metadata
 import importlib.util
 import itertools
@@ -14,6 +15,7 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("random", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+gc.disable()  # until the tests are collected: hardly any of what that imports and makes is garbage
 CROWD = 16  # threads of a process, of which gloo has three for each group
 _pools = {}
 
@@ -52,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
                 raise pytest.UsageError(f"{sets[0].nodeid}: {mark} names a parameter set that there is not")
         for index in set(range(len(sets))) - kept:
             sets[index].add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Leave what was collected out of every later search for garbage."""
+    gc.enable()
+    gc.freeze()
 
 
 class Promise:

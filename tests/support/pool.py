@@ -16,21 +16,18 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-from rewriting import install, load
+from rewriting import compiled, install, load
 
 from ascend_parallel.diagnostics.verify import LEDGER
 
 TIME_LIMIT = 60.0
 START = multiprocessing.get_context("forkserver")
-# What most ranks import, imported once.
-PRELOADED = ["ascend_parallel.training.checkpoint", "megatron_cpu", "pytest", "hypothesis"]
-PRELOADED += ["megatron.core.models.gpt.gpt_model", "megatron.core.models.gpt.gpt_layer_specs", "scipy.optimize"]
-PRELOADED += ["torch.export._trace", "sympy.tensor.tensor"]  # what a trace and its first plan import
-PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "gpt2")]
-START.set_forkserver_preload(PRELOADED)
+ROOT = Path(__file__).parents[2]
+START.set_forkserver_preload(["tests.support.preloaded"])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -38,6 +35,7 @@ class RankPool:
     """n processes in one gloo group."""
 
     def __init__(self, ranks):
+        _start_server()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         pipes = [START.Pipe() for _ in range(ranks)]
@@ -51,7 +49,9 @@ class RankPool:
 
     def run(self, function, *args):
         """Call ``function(group, *args)`` on every rank."""
-        call = (sys.modules[function.__module__].__file__, function.__qualname__, args)
+        file = sys.modules[function.__module__].__file__
+        compiled(file)
+        call = (file, function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)
         end = time.monotonic() + 2 * TIME_LIMIT  # for all of them together
@@ -102,6 +102,17 @@ def on_ranks(count=None):
         return test
 
     return decorate
+
+
+@functools.cache
+def _start_server():
+    """Start the server that forks ranks, once: in the folder from which it can import what it is to import."""
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
 def _answer(pipe, end):

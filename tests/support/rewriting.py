@@ -1,24 +1,35 @@
 """Test files imported in other processes with their assertions rewritten, as pytest does in its own."""
 
 import ast
+import functools
 import importlib.util
 import sys
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
+import pytest
 from _pytest.assertion.rewrite import rewrite_asserts
 
 TESTS = Path(__file__).parents[1]
 
 
 class Loader(SourceFileLoader):
-    """Compiles a file with its assertions rewritten; caches nothing."""
+    """Compiles a file with its assertions rewritten, and caches that beside what Python caches of the file."""
 
-    def get_code(self, fullname):
-        source = self.get_data(self.path)
-        tree = ast.parse(source)
-        rewrite_asserts(tree, source, self.path, None)
-        return compile(tree, self.path, "exec", dont_inherit=True)
+    def source_to_code(self, data, path, *, _optimization=-1):
+        tree = ast.parse(data)
+        rewrite_asserts(tree, data, path, None)
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def get_data(self, path):
+        return super().get_data(_own_cache(path))
+
+    def set_data(self, path, data, **options):
+        super().set_data(_own_cache(path), data, **options)
+
+
+def _own_cache(path):
+    return f"{path.removesuffix('.pyc')}-ranks-{pytest.__version__}.pyc" if path.endswith(".pyc") else path
 
 
 class Finder:
@@ -36,6 +47,12 @@ def install():
     """Rewrite the assertions of every test file that is imported from now on."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)
+
+
+@functools.cache
+def compiled(file):
+    """Compile a test file, unless that is cached: several processes are about to load it at the same time."""
+    return Loader(Path(file).stem, file).get_code(Path(file).stem)
 
 
 def load(file):
