@@ -16,7 +16,7 @@ demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overl
 
 # One process of tests leaves a core idle: much of what it does, it does alone. WORKERS=1 runs them in one.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --durations 20 --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --durations 20 --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/ready  ## the most telling tests, under 8 minutes on 2 cores, and the twenty slowest of them
 	$(PYTEST) -m "not slow and not stress and not packages" $(ARGS)

@@ -15,6 +15,15 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("random", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+# Files of few tests that take 15 seconds or more, each or together.
+LONG = (
+    "examples/test_walkthroughs.py",
+    "patches/test_compiled.py",
+    "patches/test_symm_mem_example.py",
+    "patches/test_symm_mem_llama.py",
+    "training/test_checkpoint_strategies.py",
+    "tuning/test_published_runs.py",
+)
 gc.disable()  # until the tests are collected: hardly any of what that imports and makes is garbage
 CROWD = 16  # threads of a process, of which gloo has three for each group
 _pools = {}
@@ -75,7 +84,11 @@ class Promise:
 
 
 class Part:
-    """Keep one of several parts of the chosen tests: whole files, about as many tests in each part."""
+    """Keep one of several parts of the chosen tests: whole files, about as many tests in each part.
+
+    Processes that share the files (``--no-loadscope-reorder``) take them in this order: first the long ones, so that
+    no process is left with one at the end while the others have nothing to do, then by their numbers of tests.
+    """
 
     @staticmethod
     @pytest.hookimpl(trylast=True)
@@ -89,6 +102,8 @@ class Part:
             kept |= {path} if smallest == part - 1 else set()
         config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
         items[:] = [item for item in items if item.path in kept]
+        if hasattr(config, "workerinput"):
+            items.sort(key=lambda item: (not str(item.path).endswith(LONG), -counts[item.path], str(item.path)))
 
 
 def pytest_configure(config):
