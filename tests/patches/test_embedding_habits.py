@@ -99,30 +99,32 @@ def recorded():
         yield found
 
 
+def two_steps(group, settings, options, habit, first=0):
+    """Return losses and gradients, and the second step's collectives and chunks; rank 1 has a habit from a step on."""
+    ascend_parallel.configure(**settings)
+    model, found = small_gpt(num_layers=1, seq=24 * group.size(), **options), []
+    for number in range(2):
+        COUNTS.clear()
+        model.zero_grad(set_to_none=True)
+        has, outer = group.rank() == 1 and number >= first, model.embedding
+        tokens = torch.randint(256, (4, 24 * group.size() + 1), generator=torch.manual_seed(number))
+        with habit(outer, outer.word_embeddings) if has else contextlib.nullcontext(), recorded() as collectives:
+            loss = next_token_loss(model, tokens)
+            loss.backward()
+        finalize_gradients(model)
+        found += [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    chunks = COUNTS.as_dict().get("region embedding", {}).get("chunks")
+    return {str(place): tensor for place, tensor in enumerate(found)}, collectives, chunks
+
+
 def train(group, names, early, options):
     """Return for each habit of rank 1 alone the worst error of two steps, and the collectives of the second."""
     results = {}
     with megatron(group.size()):
+        plain, *_ = two_steps(group, {"num_chunks": 1}, options, lambda *_: contextlib.nullcontext())
         for name in names:
-            runs = []
-            for settings in ({"num_chunks": 1}, REGION):
-                ascend_parallel.configure(**settings)
-                model, found = small_gpt(num_layers=1, seq=24 * group.size(), **options), []
-                for number in range(2):
-                    COUNTS.clear()
-                    model.zero_grad(set_to_none=True)
-                    has = settings is REGION and group.rank() == 1 and (early or number)
-                    outer = model.embedding
-                    habit = HABITS[name](outer, outer.word_embeddings) if has else contextlib.nullcontext()
-                    tokens = torch.randint(256, (4, 24 * group.size() + 1), generator=torch.manual_seed(number))
-                    with habit, recorded() as collectives:
-                        loss = next_token_loss(model, tokens)
-                        loss.backward()
-                    finalize_gradients(model)
-                    found += [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-                runs.append({str(place): tensor for place, tensor in enumerate(found)})
-            chunks = COUNTS.as_dict().get("region embedding", {}).get("chunks")
-            results[name] = worst(*reversed(runs)), collectives, chunks
+            found, *seen = two_steps(group, REGION, options, HABITS[name], 0 if early else 1)
+            results[name] = worst(found, plain), *seen
     return results
 
 

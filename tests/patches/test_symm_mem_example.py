@@ -17,7 +17,7 @@ def run(*options, **variables):
     """Return what the example prints on two ranks; it compiles anew, whatever earlier runs left in torch's caches."""
     kept = {name: value for name, value in os.environ.items() if "COC" not in name}
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    environ["TORCH_COMPILE_CACHE_KEY_TAG"] = uuid.uuid4().hex
+    environ |= {"TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(EXAMPLE), f"--steps={STEPS}", *options]
     finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)

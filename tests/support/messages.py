@@ -1,6 +1,7 @@
 """The messages of the package's source: every text that can be raised or logged, "…" for what is filled in."""
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ def texts(node):
     return []
 
 
+@functools.cache
 def literals():
     """Every text of the source, docstrings too: what a page quotes has to be in one of them."""
     found = []
@@ -86,6 +88,7 @@ def _refuses_degree(call):
     return _name(call) == "DegreeError" or (bool(asked) and getattr(asked, "attr", "") == "arithmetic")
 
 
+@functools.cache
 def raised():
     """The names of the package's own classes of errors."""
     found = set()
