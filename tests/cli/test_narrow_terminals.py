@@ -3,17 +3,22 @@
 import io
 import json
 import random
-from types import SimpleNamespace
+import re
 
 import pytest
 from rich.console import Console
+from timelines import made
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.cli.timeline import _table
+from ascend_parallel.diagnostics.timeline.files import write
 from ascend_parallel.text.tables import stacked, terminal_table
 from ascend_parallel.training.degrees import report
+from ascend_parallel.training.degrees.evaluation import StepBreakdown
+from ascend_parallel.training.degrees.search import Candidate, SearchResult
+from ascend_parallel.training.degrees.space import Degrees
 from ascend_parallel.tuning.cost_model.report import show
+from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
 
 WORDS = ("model.layers.31.mlp.gate_up_proj", "0.325169", "147.25", "4, 4", "-", "chunked", "+12.3 %", "")
 
@@ -67,28 +72,30 @@ def test_predict_at_80_columns():
     assert numbers and split(narrow, numbers) == []
 
 
-def test_timeline_at_80_columns():
-    fields = {
-        "layer": "decoder.layers.31.self_attention.linear_proj",
-        "direction": "backward",
-        "kernel": "chunked in 4",
-    }
-    figures = [
-        ("total", lambda row: 147.256, ".3f", ""),
-        *((f"figure {n}", lambda row: 1.5, ".3f", "") for n in range(7)),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ascend_parallel.diagnostics.timeline.merge.columns", lambda rows: figures)
-        table = _table("a run", [SimpleNamespace(**fields, comm=1.0)])
-    assert split(printed(lambda out: out.print(table)), [*fields.values(), "147.256"]) == []
+def test_timeline_at_80_columns(tmp_path):
+    layer = "decoder.layers.31.self_attention.linear_proj"
+    for rank in range(2):
+        header, passes = made(rank, chunks=4, slower=12)
+        write(tmp_path, header, [{**each, "layer": layer} for each in passes])
+    command = ["timeline", str(tmp_path), "--no-png"]
+    wide = CliRunner().invoke(app, command).stdout
+    narrow = CliRunner(env={"FORCE_COLOR": "1", "TERM": "dumb"}).invoke(app, command).stdout  # a terminal of 80
+    (row,) = (line for line in wide.splitlines() if layer in line)
+    table, *_ = re.split(r"^T: ", narrow, flags=re.MULTILINE)
+    cells = re.split(r" {2,}", row.strip())
+    assert len(row) > 80 and len(cells) > 8
+    assert split(table, cells) == []
 
 
 def test_the_rows_of_plan_training_are_stacked():
-    rows = [
-        report.HEADS,
-        ("1", "8", "1", "1", "8 (chunks)", "4", "32 of 1", "interleaved_1f1b, 4 stages", "layers: 0-7"),
-    ]
-    rows[1] += ("1", "12.34", "54.2 GB", "3.1 %", "+3.1 %: bubbles +2.0 %, collectives of tp +1.1 %")
-    assert len(list(report._table(rows, None))) == 2
-    lines = list(report._table(rows, 80))
-    assert split("\n".join(lines), ["8 (chunks)", "32 of 1", "12.34", "54.2 GB", "interleaved_1f1b, 4 stages"]) == []
+    degrees = {"dp": 8, "pp": 4, "rows": 1, "micro_batches": 32, "schedule": "interleaved_1f1b", "virtual_stages": 2}
+    memory, spent = RankBytes(9e9, 9e9, 36.2e9), {"compute": 12.34, "recompute": 0.0, "optimizer": 0.0, "replicas": 0.0}
+    best = Candidate(Degrees(tp=1, **degrees), StepBreakdown(**spent, tensor=0.0, bubble=0.0), memory)
+    second = Candidate(Degrees(tp=4, **degrees), StepBreakdown(**spent, tensor=0.3, bubble=0.5), memory, True)
+    numbers = {"rows": 256, "limit": 64e9, "macs": 1e9, "tokens": 8, "itemsize": 2, "considered": 2, "timed": 2}
+    found = SearchResult(ranks=32, hardware="910b", amp=None, layers=(), best=(best, second), too_large=None, **numbers)
+    (wide, narrow) = (report.text(found, width).split("\n\n")[1].splitlines() for width in (None, 80))
+    assert len(wide) == 3 < len(narrow)
+    cells = ["4 (ZeRO-3-like)", "32 of 1", "13.14", "54.2 GB", "interleaved_1f1b x2", "+6.5 %"]
+    assert all(cell in "\n".join(wide) for cell in cells)
+    assert split("\n".join(narrow), cells) == []

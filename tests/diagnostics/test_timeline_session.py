@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 import ascend_parallel
 from ascend_parallel import Settings, ops, timeline
-from ascend_parallel.diagnostics.timeline import session
 from ascend_parallel.diagnostics.timeline.files import TimelineError, read_run
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.environment import read_settings
@@ -42,7 +42,7 @@ def test_the_last_passes_are_kept_and_the_cut_is_told(ranks, tmp_path):
 
 def twice(group, folder):
     for second in range(2):  # runs are told apart by the second in which they began
-        with mock.patch.object(session.time, "strftime", return_value=f"20260101-00000{second}"):
+        with mock.patch.object(time, "strftime", return_value=f"20260101-00000{second}"):
             operators(group, folder)
 
 

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import re
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from layers import Layers
+from logged import logged
 
 import ascend_parallel
 from ascend_parallel import patch_control
@@ -18,15 +18,15 @@ from ascend_parallel.tuning.measured import pass_times, tuner
 @contextlib.contextmanager
 def every_cut_loses(path):
     """Make every cut look slower, and the cache of auto empty."""
-    kept = pass_times.TimedLinear.time_sizes, tuner.cached_plan
+    kept = pass_times.TimedLinear.time_sizes
     pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [float(len(sizes))] * rounds for sizes in candidates
     }
-    tuner.cached_plan = lambda machine: Path(path)
     try:
-        yield
+        with patch.dict(os.environ, XDG_CACHE_HOME=f"{path}-cache"):
+            yield
     finally:
-        pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
+        pass_times.TimedLinear.time_sizes = kept
 
 
 def calls_of(counts):
@@ -35,9 +35,7 @@ def calls_of(counts):
 
 def last_line():
     """Return what a run with overlap says at its end on rank 0."""
-    said = []
-    log = patch.object(patch_control.log, "warning", lambda text, *args: said.append(text % args))
-    with log, patch.dict(os.environ, RANK="0"):
+    with logged() as said, patch.dict(os.environ, RANK="0"):
         patch_control.CONTROL.warn_if_idle()
     return said
 

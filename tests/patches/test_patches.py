@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -285,9 +286,11 @@ def test_the_public_names_are_those_that_type_checkers_see():
         and "not" not in ast.unparse(node.test)
     )
     seen = {(name.name, node.module) for node in block.body for name in node.names}
-    modules = {(name, home.rpartition(".")[0]) for name, home in ascend_parallel._MODULES.items()}
-    named = {(name, f"ascend_parallel.{home}") for home, names in ascend_parallel._NAMES.items() for name in names}
-    assert seen == modules | named
+    for name, home in seen:
+        found = importlib.import_module(home)
+        assert getattr(ascend_parallel, name) is (
+            importlib.import_module(f"{home}.{name}") if found is ascend_parallel else getattr(found, name)
+        )
     assert sorted({*(name for name, _ in seen), "__version__"}) == ascend_parallel.__all__
     with pytest.raises(AttributeError, match="has no attribute 'confgure'"):
         ascend_parallel.confgure  # noqa: B018

@@ -1,7 +1,7 @@
 """Regions with COC_TUNE, COC_PARALLEL_NUM=auto and COC_PLAN: chunks that are right for a layer alone bind no region."""
 
 import json
-from pathlib import Path
+import os
 from unittest import mock
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from gpt_training import REGION, megatron, train
 from planted_clocks import cut, planted, whole
 
-from ascend_parallel.tuning.measured import tuner
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
 
 
@@ -18,7 +17,7 @@ def tuned(group, clock, settings, path, options):
     with (
         megatron(group.size()),
         planted(clock),
-        mock.patch.object(tuner, "cached_plan", lambda machine: Path(path)),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{path}-cache"),
     ):
         plain = train({**options, "steps": 1}, overlap=False)
         found = train({**options, "steps": 1, "settings": {**REGION, "num_chunks": 1, **settings}}, overlap=True)

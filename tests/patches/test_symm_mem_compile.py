@@ -228,15 +228,30 @@ def test_graphs_on_other_devices_go_to_the_original(monkeypatch):
     assert seen == [torch.distributed.is_nccl_available()]
 
 
-def test_only_the_thread_of_the_pass_is_told_of_nccl():
+def test_only_the_thread_of_the_pass_is_told_of_nccl(monkeypatch):
     before, answers = torch.distributed.is_nccl_available, []
     plain = before()
-    with inductor._allowed():
-        assert torch.distributed.is_nccl_available()
-        other = threading.Thread(target=lambda: answers.append(torch.distributed.is_nccl_available()))
+
+    def ask(_all_gather=None):
+        answers.append(torch.distributed.is_nccl_available())
+
+    def fuse(all_gather):
+        ask()
+        other = threading.Thread(target=ask)
         other.start()
         other.join()
-    assert answers == [plain]
+
+    module = Pass()
+    module.fuse_all_gather_matmul, module._get_tensor = fuse, lambda node: torch.empty(4, 4)
+    module._find_consumer_matmuls, module._is_last_dim = lambda node: [], lambda x, dim: False
+    monkeypatch.setitem(sys.modules, inductor.PASS, module)
+    node = types.SimpleNamespace(_erased=False)
+    ascend_parallel.register_symm_mem()
+    try:
+        module.fuse_all_gather_matmul(types.SimpleNamespace(shard_node=node, res_node=node, gather_dim=0))
+    finally:
+        ascend_parallel.unregister_symm_mem()
+    assert answers == [True, plain]
     assert torch.distributed.is_nccl_available is before
 
 

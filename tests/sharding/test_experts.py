@@ -207,6 +207,9 @@ def test_mixtral_of_transformers_trains_as_on_one_card(ranks, mesh, options):
     ranks(torch.Size(mesh.values()).numel() * stages).run(mixtral, mesh, options)
 
 
+OPERATOR = torch.ops.ascend_parallel_moe.mixture_of_experts.default
+
+
 def arguments(gated=True, dims=(4, 6)):
     torch.manual_seed(1)
     tokens = torch.randn(*dims, H, dtype=torch.float64)
@@ -217,7 +220,7 @@ def arguments(gated=True, dims=(4, 6)):
 
 @pytest.mark.parametrize(("gated", "mesh"), [(True, (2,)), (False, (2,)), (True, (2, 2))], ids=str)
 def test_strategies_without_an_exchange_give_the_whole(gated, mesh):
-    call, tensors = call_of(rule._operator._opoverload, *arguments(gated))
+    call, tensors = call_of(OPERATOR, *arguments(gated))
     seen = set()
     for chosen in product(strategies(call), repeat=len(mesh)):
         layouts = list(zip(*(strategy.inputs for strategy in chosen), strict=True))
@@ -272,7 +275,7 @@ def test_the_plan_counts_and_prices_its_all_to_alls():
 )
 def test_the_time_of_experts_is_that_of_their_matmuls(tokens, weights, rows):
     """24 tokens, 2 experts each, 8 experts: 6 rows an expert, of all ranks; with activations, and rows put in order."""
-    call, _ = call_of(rule._operator._opoverload, *arguments())
+    call, _ = call_of(OPERATOR, *arguments())
     option = Option(((tokens,),) * 3 + ((weights,),) * 3, ((tokens,),))
     model = CostModel(find_hardware("910b"))
     own = EXPERTS // (2 if weights == shard(0) else 1)

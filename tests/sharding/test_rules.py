@@ -156,12 +156,18 @@ def test_a_bias_added_by_every_rank_of_a_row_parallel_linear_is_caught(monkeypat
         check_all(*call_of(aten.linear.default, *drawn), (2,))
 
 
-def test_a_user_can_register_a_rule(monkeypatch):
-    monkeypatch.setattr(registry, "ENTRIES", dict(registry.ENTRIES))
+@pytest.fixture
+def rule_of_this_test():
+    """Give the operator for which a test registers a rule, and remove the rule."""
+    yield aten.cummax
+    registry.ENTRIES.pop("aten.cummax")
+
+
+def test_a_user_can_register_a_rule(rule_of_this_test):
     call, tensors = call_of(aten.cummax.default, torch.randn(4, 2, dtype=torch.float64), 1)
     by_row = OpPlacements((shard(0),), (shard(0), shard(0)))
 
-    @register_rule(aten.cummax)
+    @register_rule(rule_of_this_test)
     def rule(asked):
         assert asked is call
         return [by_row]

@@ -173,7 +173,7 @@ def test_a_lock_of_another_host_is_taken_once_it_stands_still(tmp_path, monkeypa
 
 def test_a_lock_of_another_host_that_beats_is_respected(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.2)
-    monkeypatch.setattr(lock, "_place", lambda: "elsewhere")
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     held = prepare(tmp_path, 5, "cc")
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is being saved by another job"):

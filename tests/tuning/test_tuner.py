@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -199,19 +201,19 @@ def test_groups_of_another_size_are_measured_and_not_kept(group):
 
 def decided(group, path, seconds):
     """Return the log and the sizes of a shape, if a cut takes `seconds(chunks)` in each round."""
-    kept = pass_times.TimedLinear.time_sizes, tuner.cached_plan
+    kept = pass_times.TimedLinear.time_sizes
     pass_times.TimedLinear.time_sizes = lambda self, operator, candidates, rounds: {
         sizes: [seconds[min(len(sizes), 2)]] * rounds for sizes in candidates
     }
-    tuner.cached_plan = lambda machine: Path(path).with_name("no-cache.json")
     sizes = []
     try:
-        with logged(lambda record: (record.levelno, record.getMessage())) as lines:
+        read = logged(lambda record: (record.levelno, record.getMessage()))
+        with read as lines, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{path}-cache"):
             for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
                 found = Tuner(settings).chunks_for(SHAPE, group, backward=False).settings
                 sizes.append(found.plan.entries[0].sizes)
     finally:
-        pass_times.TimedLinear.time_sizes, tuner.cached_plan = kept
+        pass_times.TimedLinear.time_sizes = kept
     return lines, sizes
 
 
@@ -366,17 +368,10 @@ def test_ranks_that_come_to_different_calls_are_told_apart(ranks):
 
 @on_ranks(2)
 def test_a_failure_of_one_rank_is_told_to_all(group):
-    kept = tuner.cached_plan
-
-    def missing(machine):
-        raise RuntimeError("Could not determine home directory.")
-
-    tuner.cached_plan = missing
-    try:
-        with pytest.raises(chunk_plan.PlanError, match="Could not determine home directory"):
-            Tuner(Settings(auto=True)).chunks_for(SHAPE, group, backward=False)
-    finally:
-        tuner.cached_plan = kept
+    missing = mock.patch.object(Path, "expanduser", side_effect=RuntimeError("Could not determine home directory."))
+    refused = pytest.raises(chunk_plan.PlanError, match="Could not determine home directory")
+    with missing, mock.patch.dict(os.environ, XDG_CACHE_HOME=""), refused:
+        Tuner(Settings(auto=True)).chunks_for(SHAPE, group, backward=False)
 
 
 def test_stages_keep_each_others_entries(tmp_path):
