@@ -50,9 +50,11 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, link=False, rounds=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    parser.add_argument("--length", type=int, default=LENGTH, help=f"tokens of a sequence; default: {LENGTH}")
     parser.add_argument("--plot", type=Path, help="file for a picture")
     options = parser.parse_args()
-    found = {ranks: on_ranks("recompute:rank", ranks, rounds=options.rounds) for ranks in options.ranks}
+    asked = {"rounds": options.rounds, "length": options.length}
+    found = {ranks: on_ranks("recompute:rank", ranks, **asked) for ranks in options.ranks}
     heads = ["computed again", "waits MB", "as planned MB", "most alive MB", "CPU ms", "against nothing"]
     for ranks, measured in found.items():
         rows = [
@@ -69,10 +71,10 @@ def main() -> None:
         draw(found, options.plot)
 
 
-def rank(group: dist.ProcessGroup, rounds: int) -> dict[str, tuple[int, int, int, float]]:
+def rank(group: dist.ProcessGroup, rounds: int, length: int) -> dict[str, tuple[int, int, int, float]]:
     """Measure every variant on this rank: bytes kept for backward, planned and at most, and seconds."""
     torch.manual_seed(1)
-    whole, tokens = GPT(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH), torch.randint(VOCABULARY, (BATCH, LENGTH))
+    whole, tokens = GPT(LAYERS, WIDTH, HEADS, VOCABULARY, length), torch.randint(VOCABULARY, (BATCH, length))
     batch = tokens, tokens.roll(-1, 1)
     plan = propagate(
         trace(whole, batch), ProcessMesh(list(range(group.size())), ["mp"]), STRATEGIES, objective="redistribution"

@@ -110,7 +110,7 @@ KINDS = [
     *({"pp": 2, "dp": 2, "schedule": schedule, "virtual_stages": several} for schedule, several in SCHEDULES),
     *({"pp": 2, "tp": 2, "recompute": kind} for kind in RECOMPUTE),
     *({"dp": 2, "tp": 2, "zero_stage": stage} for stage in ZERO_STAGES),
-    *({"dp": 4, "zero_stage": stage, "recompute": "layers"} for stage in ZERO_STAGES),
+    *({"dp": 4, "zero_stage": stage, "recompute": "layers"} for stage in ZERO_STAGES[-2:]),
 ]
 
 

@@ -89,9 +89,10 @@ CASES = [
 def test_a_command_shows_progress_on_a_terminal_but_not_elsewhere(words, expected, folder, monkeypatch):
     words = [word.replace("{folder}", str(folder)) for word in words]
     written = folder / "whole.pt"
-    piped = CliRunner().invoke(app, words)
-    written.unlink(missing_ok=True)
-    assert (piped.stderr.strip(), piped.exit_code in (0, 1)) == ("", True)
+    if not {*SLOW} & {*words}:  # one console decides for all commands
+        piped = CliRunner().invoke(app, words)
+        written.unlink(missing_ok=True)
+        assert (piped.stderr.strip(), piped.exit_code in (0, 1)) == ("", True)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("TERM", "xterm")
     shown = CliRunner().invoke(app, words)

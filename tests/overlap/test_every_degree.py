@@ -169,7 +169,7 @@ def test_norms_and_biases_of_shared_rows(ranks, dim, dtype):
     ("shape", "dtype"), [((1024, 8192), torch.float32), ((4096, 1024), torch.float32), ((8192, 2048), torch.bfloat16)]
 )
 def test_sizes_of_real_layers_on_eight_ranks(ranks, dtype, shape):
-    cases = [(rows, shape, dtype, TREE) for rows in (1, 33, 512)] + [(512, shape, dtype, TREE, True)]
+    cases = [(rows, shape, dtype, TREE) for rows in (1, 33)] + [(512, shape, dtype, TREE, True)]
     one, eight = at_degrees(ranks, of_all, cases, degrees=(1, 8))
     assert eight == one
 

@@ -121,9 +121,20 @@ def compared(group, habit, options):
     return sorted(name for name in counts if "region" in name), unlike
 
 
+# A compiled layer without sequence parallelism and a compiled MLP with it; the others in `make stress`.
+CASES = [
+    pytest.param(
+        habit,
+        parallel,
+        marks=[pytest.mark.stress] if (habit, parallel) in (("compiled proj", True), ("compiled MLP", False)) else [],
+    )
+    for habit in HABITS
+    for parallel in (False, True)
+]
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("habit", "sequence_parallel"), CASES)
 def test_habits_keep_the_bits(ranks, habit, sequence_parallel):
     if sequence_parallel and habit == "evaluated, inference":
         pytest.skip("Megatron-core itself cannot train after it: its buffer of gathered rows is an inference tensor")

@@ -1,4 +1,4 @@
-"""examples/frameworks/compiled_tp.py with torchrun: plain, and with the kernels."""
+"""examples/frameworks/compiled_tp.py with torchrun, with the kernels; test_symm_mem_compile.py has the bits."""
 
 import json
 import os
@@ -26,12 +26,11 @@ def run(*options, **variables):
 
 
 @pytest.mark.slow
-def test_the_example_trains_the_same_plain_and_with_the_kernels():
-    plain = run("--dtype=bfloat16")
+def test_the_example_trains_with_the_kernels():
     ours = run("--dtype=bfloat16", "--register", COC_PARALLEL_NUM="4")
-    assert plain.pop("operators") == {}
-    for totals in (counts := ours.pop("operators")).values():
+    for totals in (counts := ours["operators"]).values():
         assert totals["calls"] == 2 * STEPS  # forward and backward
         assert totals["chunks"] > totals["calls"]
     assert set(counts) == {"all_gather_matmul", "matmul_reduce_scatter"}
-    assert ours == plain  # bit for bit, on two ranks
+    first, *_, last = ours["losses"]
+    assert last < first and ours["squared gradients"] > 0

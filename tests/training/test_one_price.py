@@ -69,8 +69,9 @@ LAYOUTS = {
 }
 
 
+@cache
 def planned(name, length, degrees):
-    """Return the seconds and the bytes that plan-training evaluates."""
+    """Return the seconds and the bytes that plan-training evaluates, once for both tests."""
     traced = traced_preset(find_model(name), length, degrees.dp * degrees.rows * degrees.micro_batches, "bfloat16")
     ranks = degrees.dp * degrees.replica * degrees.pp
     planner = Planner(cache(GraphFamily(traced.trace).at), HARDWARE, Settings(), ranks=ranks)

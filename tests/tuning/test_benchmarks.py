@@ -28,7 +28,7 @@ SMALLEST = {
     "plans.py": ("--rounds", "1", "--rivals", "1", "--cases", "MLP, 512 rows"),
     "region.py": ("--rounds", "1", "--shapes", "64,32", "--chunks", "2"),
     "region.py --graph": ("--rounds", "1", "--shapes", "256,128", "--chunks", "2"),
-    "recompute.py": ("--rounds", "1", "--ranks", "1"),
+    "recompute.py": ("--rounds", "1", "--ranks", "1", "--length", "32"),
     "sharding.py": ("--rounds", "1"),
     "timeline_cost.py": ("--rounds", "1"),
     "training.py": [

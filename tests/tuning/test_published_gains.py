@@ -1,5 +1,6 @@
 """The gains of overlap that MindSpeed publishes beside predictions, and the tables of docs/predict.md."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -72,6 +73,11 @@ def test_a_comparison_has_the_gains_and_chunks_of_the_models_own_prediction(pred
     assert counts == {(layer, way): count for layer, ways in case["chunks"].items() for way, count in ways.items()}
 
 
+@functools.cache
+def told(run, *words):
+    return cases_of(run("--json", "--sequence-parallel", "--micro-batch", "1", *words))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "others"),
@@ -86,9 +92,7 @@ def test_a_comparison_has_the_gains_and_chunks_of_the_models_own_prediction(pred
     ],
 )
 def test_the_predictions_beside_the_published_gains_move_with_the_assumptions(run, words, others):
-    before, after = (
-        cases_of(run("--json", "--sequence-parallel", "--micro-batch", "1", *given)) for given in (words, others)
-    )
+    before, after = (told(run, *given) for given in (words, others))
     assert before.keys() == after.keys() == {(model, "sequence") for model in GAINS}
     for key in before:
         assert before[key]["gains"]["best"] != after[key]["gains"]["best"], key
