@@ -182,16 +182,19 @@ def test_versions(module, version, fits):
             assert advice in str(refused.value)
 
 
-def python(code, **environ):
+def python(code, program=sys.executable, **environ):
     """Run code in a fresh interpreter; of this package's variables only `environ` are set."""
     kept = {name: value for name, value in os.environ.items() if "COC" not in name}
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([program, "-c", code], env={**kept, **environ}, capture_output=True, text=True, timeout=120)
 
 
-def output(code, **environ):
-    done = python(code, **environ)
+def forked(code, **environ):
+    """Run code where torch is imported, which has called the entry point."""
+    return python(code, forked_python(), **environ)
+
+
+def output(code, run=python, **environ):
+    done = run(code, **environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -216,7 +219,7 @@ def test_either_order_of_imports(order):
 
 @pytest.fixture(scope="module")
 def plain():
-    return output(FORWARD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    return output(FORWARD, forked)
 
 
 @promise("off-untouched")
@@ -224,7 +227,7 @@ def plain():
 @pytest.mark.parametrize("environ", [{}, {"COC_PARALLEL_NUM": "1", "USE_COC_FUSED_KERNEL": "0"}, {"COC_MODE": "0"}])
 def test_off_means_untouched(plain, environ):
     assert plain.endswith("tensor_parallel/layers.py")
-    assert output(f"import ascend_parallel; {FORWARD}", **environ) == plain
+    assert output(f"import ascend_parallel; {FORWARD}", forked, **environ) == plain
 
 
 # What a fresh interpreter has after each of three imports.
@@ -370,7 +373,7 @@ ap.configure(num_chunks=1)
 assert (C.forward, R.forward) == originals
 print(ap.status().state)
 """
-    assert output(code) == "off: every framework's layers are untouched"
+    assert output(code, forked) == "off: every framework's layers are untouched"
 
 
 @pytest.mark.slow
@@ -413,16 +416,17 @@ import megatron.core
 os.environ["COC_PARALLEL_NUM"] = "8"
 print(ap.status().settings.num_chunks, ap.status().notes[0])
 """
-    assert output(code, COC_PARALLEL_NUM="4").startswith("4 COC_PARALLEL_NUM was 4 when it was read and is 8 now")
+    told = output(code, forked, COC_PARALLEL_NUM="4")
+    assert told.startswith("4 COC_PARALLEL_NUM was 4 when it was read and is 8 now")
 
 
 @pytest.mark.slow
 def test_a_run_that_overlapped_nothing_says_so():
-    done = python("import megatron.core", COC_PARALLEL_NUM="4", RANK="0")
+    done = forked("import megatron.core", COC_PARALLEL_NUM="4", RANK="0")
     assert "overlap was on, but 0 linear layers ran with it: no layer of " in done.stderr
     assert "no layer of megatron-core with a tensor-parallel group" in done.stderr
     on_top = "from megatron.core.tensor_parallel.layers import RowParallelLinear as R\nR.forward = lambda self, x: x"
-    done = python(on_top, COC_PARALLEL_NUM="4", RANK="0")
+    done = forked(on_top, COC_PARALLEL_NUM="4", RANK="0")
     assert "RowParallelLinear.forward was replaced in turn by __main__" in done.stderr
 
 

@@ -118,8 +118,7 @@ def sized(group, plan, options, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["plain", "sequence"])
-@pytest.mark.parametrize(("hidden", "inner"), [(1024, 2816), (2048, 8192)])
+@pytest.mark.parametrize(("plan", "hidden", "inner"), [("plain", 1024, 2816), ("sequence", 2048, 8192)])
 def test_sizes_of_real_layers(ranks, plan, hidden, inner):
     options = {"hidden": hidden, "inner": inner, "heads": 16, "layers": 1}
     assert ranks(2).run(sized, plan, options, (2, 128)) == [[], []]
