@@ -26,7 +26,7 @@ import torch
 from measuring import FOLDER, gain, run, table
 from moe import CASES
 
-from ascend_parallel.cli.report.sections import commit
+from ascend_parallel.diagnostics.doctor import commit
 from ascend_parallel.tuning.bench.results import interval
 from ascend_parallel.tuning.measured.chunk_plan import this_machine
 

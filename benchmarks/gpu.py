@@ -18,7 +18,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
-import logging
 import os
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from frameworks import state_of, torch_decoder
-from halves import PARTS, run_halves
+from halves import PARTS, Reasons, run_halves
 from measuring import (
     VARIANTS,
     State,
@@ -70,6 +69,7 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true", help=f"parts: {', '.join(PARTS)}")
     parser.add_argument("--nccl", type=Path, metavar="PATH", help="with --halves: NCCL's library")
     parser.add_argument("--ctas", default="4", help="with --halves: CTAs of a collective, with commas; 0: NCCL's own")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="with --halves: write a report without names")
     parser.add_argument("--priority", action="store_true", help="with --halves: TORCH_NCCL_HIGH_PRIORITY=1")
     parser.add_argument("--share", type=int, default=45, help="with --halves: per cent of the card for each rank")
     parser.add_argument("--modes", default="all-reduce,sequence parallel", help="with --halves: of the steps")
@@ -90,12 +90,12 @@ def main() -> None:
     options["nccl"] = options["nccl"] and str(options["nccl"].absolute())
     options["connections"] = options["connections"] or (8 if options["halves"] else 1)
     options["parts"] = options["parts"] or ",".join(PARTS if options["halves"] else OWN_PARTS)
-    file = options.pop("json")
+    file, folder = options.pop("json"), options.pop("report")
     if options["halves"]:
-        run_halves(options, file)
+        run_halves(options, file, folder)
         return
-    if file is not None:
-        raise ValueError("--json needs --halves")
+    if file is not None or folder is not None:
+        raise ValueError(f"{'--json' if file else '--report'} needs --halves")
     for text in on_ranks("gpu:rank", RANKS, limit=1200, options=options):
         print(text)
 
@@ -141,7 +141,7 @@ def _layers(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
             layer = Layer(kind, options["rows"], options["hidden"], getattr(torch, name), options["device"], group)
             rows += layer.checked_and_timed(f"{name}, {kind}", options["rounds"])
     heads = ["layer", "variant", "ms", "plain / it", "95 %", "other bits than plain", "error"]
-    return [table(heads, rows), *reasons.taken()]
+    return [table(heads, rows), *told(reasons)]
 
 
 class Layer:
@@ -242,25 +242,10 @@ def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
     return float((result.double() - truth).norm() / truth.norm())
 
 
-class Reasons(logging.Handler):
-    """Collects why kernels and chunks were taken."""
-
-    def __init__(self) -> None:
-        """Listen to the package's log."""
-        super().__init__(logging.INFO)
-        self._said: dict[str, None] = {}
-        logging.getLogger("ascend_parallel").setLevel(logging.INFO)
-        logging.getLogger("ascend_parallel").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
-        self._said[record.getMessage()] = None
-
-    def taken(self) -> list[str]:
-        """Return the messages about bits, decisions and chunks that were asked for, and stop listening."""
-        logging.getLogger("ascend_parallel").removeHandler(self)
-        told = [text for text in self._said if "bits" in text or ("=auto: " in text and "kept whole" not in text)]
-        return [text[:200] for text in told[:24]]
+def told(reasons: Reasons) -> list[str]:
+    """Return the messages about bits, decisions and chunks that were asked for."""
+    found = [text for text in reasons.taken() if "bits" in text or ("=auto: " in text and "kept whole" not in text)]
+    return [text[:200] for text in found[:24]]
 
 
 # ---- steps of the decoder --------------------------------------------------------------------------------
@@ -273,7 +258,7 @@ def _steps(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
         for mode in ("all-reduce", "sequence parallel"):
             texts += _decoder(f"{name}, {mode}", getattr(torch, name), mode != "all-reduce", options)
     heads = ["decoder", "COC_PARALLEL_NUM", "ms", "plain / it", "95 %", "gradients with other bits than plain"]
-    return [table(heads, texts), *reasons.taken()]
+    return [table(heads, texts), *told(reasons)]
 
 
 def _decoder(title: str, dtype: torch.dtype, sequence_parallel: bool, options: dict[str, Any]) -> Iterator[list[str]]:

@@ -4,6 +4,8 @@ NVIDIA's MPS gives each rank a share of the multiprocessors, so kernels of both 
 later lets two ranks share a card. The number of CTAs of a collective is here also the bandwidth of the link. One card
 shows the order of streams, launches, copies, bits and the host's time as two cards would; not NVLink, and no NPU.
 
+``--report FOLDER`` writes them as `ascend-parallel report` does: two files without names, to paste into an issue.
+
 Parts, each in processes of its own, so that a part that hangs takes no other along:
 
     layers    one forward of each layer: milliseconds of the device and of the host, plain, by hand and overlapped
@@ -40,6 +42,9 @@ from measuring import deciding, in_turn, milliseconds, on_ranks, ratio, settings
 
 import ascend_parallel
 from ascend_parallel import Settings, column_linear, row_linear
+from ascend_parallel.cli.output import needs_folder
+from ascend_parallel.cli.report.command import complete, write
+from ascend_parallel.cli.report.redaction import Redaction
 from ascend_parallel.tuning.launch.ranks import RankError
 
 RANKS, PLAIN = 2, "plain"
@@ -51,25 +56,47 @@ PART_LIMIT = 100.0
 Way = Callable[[], torch.Tensor]
 
 
-def run_halves(options: dict[str, Any], file: Path | None) -> None:
-    """Run the parts that `options` name, for each number of CTAs; print tables, and write the figures to `file`."""
+def run_halves(options: dict[str, Any], file: Path | None, folder: Path | None) -> None:
+    """Run the parts that `options` name, for each number of CTAs; print tables, and write the figures to `file`.
+
+    folder: for a report, which names nobody.
+    """
     found: dict[str, Any] = {"options": options, "parts": {}}
     names = [name.strip() for name in options["parts"].split(",")]
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"--parts {','.join(unknown)}: give some of {', '.join(PARTS)}")
+    if folder is not None:
+        needs_folder("--report", folder)
+        folder.mkdir(exist_ok=True)
+    on_cpu = options["device"] == "cpu"
     with mps(options):
-        for ctas, name in itertools.product(options["ctas"].split(","), names):
-            start, title = time.monotonic(), f"{name}, {f'{ctas} CTAs' if int(ctas) else 'CTAs as NCCL chooses'}"
+        for ctas, name in itertools.product(["0"] if on_cpu else options["ctas"].split(","), names):
+            chosen = f"{ctas} CTAs" if int(ctas) else "CTAs as NCCL chooses"
+            start, title = time.monotonic(), f"{name}, {'gloo' if on_cpu else chosen}"
             with _environment(options, ctas):
                 try:
                     part = on_ranks("halves:rank", RANKS, limit=PART_LIMIT, part=name, options=options, title=title)
                 except RankError as error:  # a hang of the card's schedule is a result too
-                    part = {"error": str(error), "texts": [f"FAILED: {error}"]}
+                    part = {"error": str(error)}
             found["parts"][title] = part
-            took = f"({time.monotonic() - start:.0f} s)"
-            print(f"\n## {title}", *part["texts"], took, sep="\n", flush=True)
+            part["seconds"] = round(time.monotonic() - start, 1)
+            texts = [f"FAILED: {part['error']}"] if "error" in part else part["texts"]
+            print(f"\n## {title}", *texts, f"({part['seconds']:.0f} s)", sep="\n", flush=True)
             if file is not None:
                 file.write_text(json.dumps(found, indent=1) + "\n")
+            if folder is not None:
+                write(complete(*report_of(found), Redaction.of(os.environ)), folder)
+
+
+def report_of(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the facts and sections of a report; its title, each section and its JSON say that there is one card."""
+    options, parts = found["options"], found["parts"]
+    card = next((part["machine"]["card"] for part in parts.values() if "machine" in part), "NVIDIA card")
+    device, place, count = f"two halves of one {card}: one GPU, not two", "two halves of one card", 1
+    if options["device"] == "cpu":
+        device, place, count = "CPUs, in place of two halves of a card: no figure of a GPU", "on CPUs", 0
+    facts = {"ranks": RANKS, "device": device, "accelerators": count, "quick": False, "options": options}
+    return facts, {f"{title}, {place}": part for title, part in parts.items()}
 
 
 @contextlib.contextmanager
@@ -119,14 +146,15 @@ def rank(group: dist.ProcessGroup, part: str, options: dict[str, Any]) -> dict[s
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options["connections"])
     alive(f"{part} begins")
     faulthandler.enable()
-    texts = [_machine(options)]
+    machine = _machine(options)
     if options["device"] == "cuda":
         torch.cuda.set_device(0)
         group = dist.new_group(backend="nccl")
     run = {"layers": _layers, "symm": _symm, "graph": _graphs, "profile": _profiles, "steps": _steps}[part]
     more, figures = run(group, options)
     faulthandler.cancel_dump_traceback_later()
-    return {"texts": texts + more, "figures": figures}
+    texts = [", ".join(f"{name} {value}" for name, value in machine.items()), *more]
+    return {"machine": machine, "texts": texts, "figures": figures}
 
 
 def alive(what: str) -> None:
@@ -135,10 +163,12 @@ def alive(what: str) -> None:
     faulthandler.dump_traceback_later(SILENCE, exit=True)
 
 
-def _machine(options: dict[str, Any]) -> str:
+def _machine(options: dict[str, Any]) -> dict[str, str]:
+    """Return what the figures are of: the card, its halves, what communicates, and the versions of all of it."""
+    versions = {"torch": torch.__version__, "Python": platform.python_version()}
     if options["device"] == "cpu":
-        return f"CPU, gloo, torch {torch.__version__}: the program only; no figure of a device"
-    module = torch.cuda
+        none = dict.fromkeys(("card", "halves", "driver", "CTAs"), "none")
+        return {**none, "backend": "gloo", **versions, "figures": "of no device: the program only"}
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True,
@@ -148,12 +178,16 @@ def _machine(options: dict[str, Any]) -> str:
     version = ctypes.c_int()  # of the library that is loaded; torch.cuda.nccl.version() is that of torch's build
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     nccl = f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
-    return (
-        f"one {module.get_device_name(0)}, two halves (MPS, {options['share']} %), driver {driver}, torch "
-        f"{torch.__version__}, NCCL {nccl}, CTAs {os.environ.get('NCCL_MAX_CTAS', 'own')}, "
-        f"CUDA_DEVICE_MAX_CONNECTIONS {options['connections']}, "
-        f"{'NCCL in streams of high priority, ' if options['priority'] else ''}Python {platform.python_version()}"
-    )
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "halves": f"two of one card (MPS: {options['share']} % of its multiprocessors for each rank)",
+        "driver": driver,
+        "CTAs": os.environ.get("NCCL_MAX_CTAS", "NCCL's own"),
+        "backend": f"NCCL {nccl}",
+        **versions,
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(options["connections"]),
+        "NCCL's streams": "of high priority" if options["priority"] else "of usual priority",
+    }
 
 
 def synchronize(options: dict[str, Any]) -> None:

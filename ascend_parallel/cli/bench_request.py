@@ -9,6 +9,7 @@ from typing import Any
 from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
 from ascend_parallel.text import shown, whole
+from ascend_parallel.tuning.bench.predictions import collectives, known_hardware, predictions
 from ascend_parallel.tuning.bench.results import Row
 from ascend_parallel.tuning.bench.shapes import as_plain, scaled, shape_linears
 from ascend_parallel.tuning.cost_model.models import Batch, ModelLinear, find_model, layer_linears
@@ -38,13 +39,13 @@ class BenchRequest:
         """Seconds after which the ranks are ended."""
         return 60 + SECONDS_A_PASS * 2 * len(self.cases) * max(1.0, self.rounds / 15)
 
-    def measure(self, as_json: bool, deterministic: Sequence[str] = ()) -> dict[str, Any]:
-        """Time the layers on new processes; return what rank 0 measured."""
+    def measure(self, as_json: bool, deterministic: Sequence[str] = (), limit: float | None = None) -> dict[str, Any]:
+        """Time the layers on new processes within `limit` seconds; return what rank 0 measured."""
         return call_with_progress(
             as_json,
             "ascend_parallel.tuning.bench.passes:measure",
             self.ranks,
-            limit=self.limit,
+            limit=self.limit if limit is None else limit,
             link=self.link,
             device=self.device,
             cases=self.cases,
@@ -64,13 +65,19 @@ class BenchRequest:
         )
 
     def report(self, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return everything for JSON; seconds."""
+        passes, hardware = measured["passes"], known_hardware(measured["plan"]["machine"]["hardware"])
         return {
             "conditions": self.conditions(measured),
             "ranks": self.ranks,
             "link": self.link,
-            "passes": [row.as_dict() for row in rows],
-            "times": [result["times"] for result in measured["passes"]],
+            "hardware": hardware,
+            "passes": [
+                {**row.as_dict(), **predictions(result, self.cases[result["case"]], hardware)}
+                for row, result in zip(rows, passes, strict=True)
+            ],
+            "collectives": collectives(passes, self.cases),
+            "times": [result["times"] for result in passes],
             "plan": measured["plan"],
         }
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from ascend_parallel.cli.output import console, progress_console
+from ascend_parallel.cli.options import DeviceOption
+from ascend_parallel.cli.output import console, errors, progress_console
 
 if TYPE_CHECKING:
     from ascend_parallel.diagnostics.doctor import Report
@@ -22,11 +23,13 @@ def doctor(
     group: int = typer.Option(
         0, metavar="RANKS", min=0, max=16, help="Try every kernel on this number of local processes."
     ),
+    device: DeviceOption = None,
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts."),
 ) -> None:
     """Report what is installed, enabled and available on this machine, and what to fix.
 
-    Exits with 1 if something is wrong, otherwise with 0.
+    Exits with 1 if something is wrong, otherwise with 0. --json also has every call of --group: its error against
+    float64, whether it has the serial path's bits, and whether a second call had the same.
 
     Examples:
 
@@ -34,6 +37,7 @@ def doctor(
 
       COC_PARALLEL_NUM=4 ascend-parallel doctor --group 2
     """
+    from ascend_parallel.cli.bench_request import requested_device
     from ascend_parallel.diagnostics.doctor import examine
     from ascend_parallel.patch_control import CONTROL
 
@@ -41,8 +45,10 @@ def doctor(
         raise typer.BadParameter("one rank has nothing to communicate: give 2 or more", param_hint="--group")
     if os.environ.get("RANK", "0") != "0":
         return
+    with errors("doctor"):
+        place = requested_device(device, max(group, 1), None)
     with progress_console(as_json).status("examining") as line:
-        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"))
+        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"), place)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

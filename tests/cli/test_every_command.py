@@ -46,7 +46,7 @@ CALLS = {
     ("predict",): ("--model", "llama2-7b"),
     ("bench",): TIMED,
     ("tune",): (*TIMED, "--out", "{folder}/plan.json"),
-    ("report",): ("--ranks", "2", "--quick", "--only", "links", "--out", "{folder}"),
+    ("report",): ("--ranks", "2", "--quick", "--only", "doctor", "--out", "{folder}"),
     ("timeline",): ("{folder}/spans", "--no-png"),
     ("propagate",): (MODEL, "--mesh", "mp=2"),
     ("strategy",): (PLANNED, "--config", GPT),

@@ -41,6 +41,12 @@ def test_a_machine_without_faults():
     assert tried["npu"].startswith("not tried: device cpu")
     assert {tried[name] for name in ("chunked", "reference", "ordered")} == {"right"}
     assert set(tried) == {name for section, name in found if section == "kernels"}
+    calls = [call for call in report["tried"]["calls"] if "refused" not in call]
+    assert {(call["dtype"], call["chunks"]) for call in calls if call["kernel"] == "chunked"} == {
+        (dtype, count) for dtype in ("float32", "bfloat16") for count in (2, 3, 8)
+    }
+    assert all(call["bits"] and call["again"] for call in calls if call["kernel"] == "reference")
+    assert all(0 < call["error"] <= call["limit"] for call in calls)
 
 
 def test_a_misspelt_variable_is_bad_and_said_in_words():
@@ -155,20 +161,23 @@ def test_other_ranks_are_silent():
 
 
 class Wrong:
-    """The reference kernel, with every result too large."""
+    """The reference kernel, with every sum of rank 1 multiplied by a factor."""
+
+    def __init__(self, factor):
+        self.factor = factor
 
     def __getattr__(self, name):
         return getattr(KERNELS["reference"], name)
 
-    def matmul_all_reduce(self, *args, **kwargs):
-        pending = KERNELS["reference"].matmul_all_reduce(*args, **kwargs)
-        pending.wait().mul_(1.01)
+    def matmul_all_reduce(self, x, w, group, *args, **kwargs):
+        pending = KERNELS["reference"].matmul_all_reduce(x, w, group, *args, **kwargs)
+        pending.wait().mul_(self.factor if group.rank() == 1 else 1)
         return pending
 
 
-def planted(group):
+def planted(group, factor):
     kept = dict(KERNELS)
-    KERNELS["chunked"] = Wrong()
+    KERNELS["chunked"] = Wrong(factor)
     try:
         return trial.try_all(group)
     finally:
@@ -176,10 +185,21 @@ def planted(group):
 
 
 @pytest.mark.slow
-def test_a_wrong_kernel_is_found(ranks):
-    for found in ranks(2).run(planted):
-        assert found["chunked"].startswith("wrong: matmul_all_reduce is off by 1.0e-02")
+@pytest.mark.parametrize(("factor", "off"), [(1.01, "1.0e-02"), (float("nan"), "nan")])
+def test_a_kernel_that_is_wrong_on_one_rank_is_found_by_all(ranks, factor, off):
+    for tried in ranks(2).run(planted, factor):
+        found = trial.outcomes(tried)
+        assert found["chunked"].startswith(f"wrong: matmul_all_reduce of float32 is off by {off}")
+        assert ("bfloat16" in found["chunked"]) == (factor != 1.01)  # 1 % is rounding there
         assert found["reference"] == "right"
+        wrong = [call for call in tried["calls"] if call["kernel"] == "chunked" and not call["bits"]]
+        assert {call["operator"] for call in wrong} == {"matmul_all_reduce"}
+
+
+def test_processes_that_fail_are_wrong_for_every_kernel_and_have_no_calls():
+    tried = trial.try_kernels(2, time_limit=0.01)
+    assert set(tried) == {"error"}
+    assert {found[:20] for found in trial.outcomes(tried).values()} == {"wrong: rank 0, 1 not"[:20]}
 
 
 @pytest.mark.slow

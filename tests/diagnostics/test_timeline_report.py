@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture
 from ascend_parallel.diagnostics.timeline.table import length, table, union, within, without
 from ascend_parallel.diagnostics.timeline.trace import trace, tracks
+from ascend_parallel.text import templates
 from ascend_parallel.text.templates import render
 
 
@@ -279,3 +281,16 @@ def test_a_template_escapes_its_values_and_refuses_a_name_without_one(tmp_path):
     assert render(template, about="<i>") == "<b>&lt;i&gt;</b>\n"
     with pytest.raises(UndefinedError, match="'about' is undefined"):
         render(template)
+
+
+def test_every_page_extends_the_one_frame_and_is_filled_in_one_place():
+    """Pages of timeline, plans and lanes: no other file has a head of a page, or fills templates."""
+    package = Path(templates.__file__).parents[1]
+    frame = Path(templates.__file__).with_name("page.html.jinja")
+    pages = set(package.rglob("*.html.jinja")) - {frame}
+    assert {page.name for page in pages} == {"report.html.jinja", "page.html.jinja", "lanes.html.jinja"}
+    for page in pages:
+        assert page.read_text(encoding="utf-8").startswith('{% extends "page.html.jinja" %}'), page
+    sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+    assert [file for file, code in sources.items() if "jinja2" in code and file != Path(templates.__file__)] == []
+    assert [file for file, code in sources.items() if "<html" in code or "<!DOCTYPE" in code] == []

@@ -54,6 +54,16 @@ def test_bench_measures_every_pass_and_draws(tmp_path):
         assert all(len(values) == 3 and min(values) > 0 for values in times.values())
         assert row["serial"] == sorted(times[SERIAL])[1]
         assert row["bound"] == max(row["matmul"], row["comm"])
+        assert {"serial", "2 chunks", "4 chunks"} <= set(row["predicted"]) <= set(names) | {"serial"}
+        assert min(row["predicted"].values()) > 0 and row["parts"]["matmul"] <= row["matmul"]
+        assert row["predicted_parts"] is None  # the cost model has no data of this processor
+    # 16 rows and all: of 128 rows a rank that are scattered, 96 wide, and of as many that are gathered, 64 wide.
+    sizes = {(row["collective"], row["bytes"]) for row in found["collectives"]}
+    assert sizes == {
+        *(("reduce-scatter", 4 * 2 * rows * columns) for rows in (16, 128) for columns in (96, 64)),
+        *(("all-gather", 4 * 2 * rows * columns) for rows in (16, 128) for columns in (96, 64)),
+    }
+    assert all(row["bus"] == pytest.approx(row["bytes"] / 2 / row["seconds"]) for row in found["collectives"])
     assert picture.read_text().count("<svg") == 1
 
 

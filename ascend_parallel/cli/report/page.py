@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 from ascend_parallel.text import size_of
@@ -18,147 +17,96 @@ def markdown(report: Values) -> str:
     lines = [
         f"# Report of {report['date']}, {report['ranks']} ranks on {report['device']}{quick}",
         "",
-        f"ascend_parallel {report['version']}, `ascend-parallel report`. Times are medians, of the slowest rank.",
+        f"ascend_parallel {report['version']}. Times are medians, of the slowest rank.",
     ]
     for name, section in report["sections"].items():
-        lines += ["", f"## {TITLES[name]}", ""]
+        lines += ["", f"## {name}", ""]
         if "error" in section:
             lines += [f"**This section failed** after {section['seconds']} s:", "", "```text", section["error"], "```"]
         elif "skipped" in section:
             lines += [f"Not measured: {section['skipped']}."]
         else:
-            lines += [*TABLES[name](section), "", f"{section['seconds']} s."]
+            lines += [*TABLES.get(name, _texts)(section), "", f"{section['seconds']} s."]
     return "\n".join(lines) + "\n"
 
 
-def _versions(section: Values) -> Iterator[str]:
-    rows = [[name, found] for part in ("versions", "devices", "kernels") for name, found in section[part].items()]
-    rows += [["commit", section["commit"] or "not a checkout"], *section["machine"].items()]
-    yield from markdown_table(["", "found"], rows)
+def _texts(section: Values) -> Iterator[str]:
+    yield "\n\n".join(section["texts"])
 
 
-def _links(section: Values) -> Iterator[str]:
+def _doctor(section: Values) -> Iterator[str]:
+    yield from markdown_table(["", "found"], [[each["name"], each["found"]] for each in section["findings"]])
+    if "error" in section["tried"]:
+        return
+    names, calls = ("operator", "dtype", "kernel", "chunks"), section["tried"]["calls"]
     rows = [
-        [row["collective"], size_of(row["bytes"]), _ms(row["seconds"], 3), f"{row['bus'] / 1e9:.3f}"]
-        for row in section["collectives"]
+        [*(call[name] for name in names), f"{call['error']:.1e}", *(_yes(call[name]) for name in ("bits", "again"))]
+        for call in calls
+        if "refused" not in call
     ]
-    yield from markdown_table(["collective", "whole tensor", "ms", "sent by a rank, GB/s"], rows)
     yield ""
-    yield "The smallest size is the latency. A rank sends (R - 1) / R of the tensor; twice that in an all-reduce."
-
-
-def _operators(section: Values) -> Iterator[str]:
-    ran = [row for row in section["kernels"] if "refused" not in row]
-    names = ("operator", "dtype", "kernel", "chunks")
-    rows = [
-        [*(row[name] for name in names), f"{row['error']:.1e}", *(_yes(row[name]) for name in ("bits", "again"))]
-        for row in ran
-    ]
-    heads = ["operator", "dtype", "kernel", "chunks", "error against float64", "bits of `reference`", "same bits again"]
-    yield from markdown_table(heads, rows)
+    yield from markdown_table([*names, "error against float64", "bits of `reference`", "same bits again"], rows)
     yield ""
-    yield f"Rows of a rank, K, N: {', '.join(map(str, section['operand']))}. The error is a share of the largest value."
-    refused = {(row["kernel"], row["refused"]) for row in section["kernels"] if "refused" in row}
-    yield from (f"`{kernel}` refuses: {reason}." for kernel, reason in sorted(refused))
-    yield f"Exchange of experts, uneven, in 2 groups: {section['experts']}."
+    yield f"Rows of a rank, K, N: {_sizes(section['tried']['operand'])}. The error is a share of the largest value."
+    refused = sorted({(call["kernel"], call["refused"]) for call in calls if "refused" in call})
+    yield from (f"`{kernel}` refuses: {reason}." for kernel, reason in refused)
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def _sizes(sizes: list[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
 def _bench(section: Values) -> Iterator[str]:
-    passes, names = section["passes"], []
-    for row in passes:
-        names += [variant["name"] for variant in row["variants"] if variant["name"] not in names]
+    alone = [row for mode in section["modes"].values() for row in mode["collectives"]]
+    rows = [
+        [row["collective"], size_of(row["bytes"]), _ms(row["seconds"], 3), f"{row['bus'] / 1e9:.3f}"]
+        for row in sorted(alone, key=lambda row: (row["collective"], row["bytes"]))
+    ]
+    yield from markdown_table(["collective", "whole tensor", "ms", "sent by a rank, GB/s"], rows)
+    yield ""
+    yield "The smallest sizes show the latency. A rank sends (R - 1) / R of the tensor; twice that in an all-reduce."
+    for name, mode in section["modes"].items():
+        yield from ("", f"### {name}", "")
+        yield f"{mode['conditions']}. In brackets: serial / it, and predicted / measured, as `auto` predicts:"
+        yield ""
+        yield from _passes(mode)
+
+
+def _passes(mode: Values) -> Iterator[str]:
+    """Yield the table of the passes; where the cost model has data of the hardware, its parts stand at the end."""
+    passes = mode["passes"]
+    names = list(dict.fromkeys(variant["name"] for row in passes for variant in row["variants"]))
     heads = ["layer", "pass", "M,K,N", "T_matmul", "T_comm", "serial", *names, "best"]
+    if mode["hardware"] is not None:
+        heads += [f"matmul, of the data of `{mode['hardware']}`", "collective"]
     rows = []
     for row in passes:
         by_name = {variant["name"]: variant for variant in row["variants"]}
-        times = [_variant(by_name.get(name)) for name in names]
-        shape = f"{row['m']},{row['k']},{row['n']}"
-        parts = [_ms(row[name]) for name in ("matmul", "comm", "serial")]
-        rows.append([row["layer"], row["run"], shape, *parts, *times, row["best"]])
-    yield f"{section['dtype']}, {section['rounds']} rounds; ms, and serial / variant in brackets:"
-    yield ""
+        times = [_variant(by_name.get(name), row["predicted"].get(name)) for name in names]
+        serial = f"{_ms(row['serial'])} ({row['predicted']['serial'] / row['serial']:.2f})"
+        parts = [_ms(part) for part in (row["predicted_parts"] or {}).values()]
+        place = [row["layer"], row["run"], _sizes([row["m"], row["k"], row["n"]])]
+        rows.append([*place, _ms(row["matmul"]), _ms(row["comm"]), serial, *times, row["best"], *parts])
     yield from markdown_table(heads, rows)
-    yield ""
-    yield from _predictions(section)
 
 
-def _variant(variant: Values | None) -> str:
-    return "" if variant is None else f"{_ms(variant['seconds'])} ({variant['speedup']:.2f})"
+def _variant(variant: Values | None, predicted: float | None) -> str:
+    if variant is None:
+        return ""
+    ratio = "" if predicted is None else f"; {predicted / variant['seconds']:.2f}"
+    return f"{_ms(variant['seconds'])} ({variant['speedup']:.2f}{ratio})"
 
 
-def _predictions(section: Values) -> Iterator[str]:
-    """Write predicted / measured of each variant, and of matmul and collective where the hardware is known."""
-    yield "Predicted / measured, from the matmul and the collective timed alone (the model of `auto`):"
-    yield ""
-    rows = []
-    for row in section["passes"]:
-        measured = {"serial": row["serial"], **{each["name"]: each["seconds"] for each in row["variants"]}}
-        ratios = {name: row["predicted"][name] / measured[name] for name in row["predicted"] if name in measured}
-        cells = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        none = ", ".join(name for name in measured if name not in ratios)
-        rows.append([row["layer"], row["run"], f"{row['m']},{row['k']},{row['n']}", cells, none])
-    yield from markdown_table(["layer", "pass", "M,K,N", "predicted / measured", "no prediction"], rows)
-    yield ""
-    if section["hardware"] is None:
-        yield "From the data of a hardware: no prediction, the cost model has none of this device."
-        return
-    yield f"Predicted / measured from the data of `{section['hardware']}`, which know nothing of this machine:"
-    yield ""
-    known = [
-        [
-            f"{row['layer']} {row['run']} {row['m']},{row['k']},{row['n']}",
-            *(f"{_ms(row['predicted_parts'][part])} / {_ms(row['parts'][part])}" for part in ("matmul", "collective")),
-        ]
-        for row in section["passes"]
-    ]
-    yield from markdown_table(["pass", "matmul, ms", "collective, ms"], known)
-
-
-def _step(section: Values) -> Iterator[str]:
-    model = section["model"]
-    yield (
-        f"A Llama of transformers {section['transformers']} with its `tp_plan`: {model['layers']} layers, hidden "
-        f"{model['hidden']}, {model['tokens']} tokens; forward, backward and AdamW, in turn:"
-    )
-    yield ""
-    plain = section["times"]["plain"]
-    rows = []
-    for name, times in section["times"].items():
-        ratio = median(theirs / ours for theirs, ours in zip(plain, times, strict=True))
-        losses = section["losses"][name]
-        apart = max(abs(own - theirs) for own, theirs in zip(losses, section["losses"]["plain"], strict=True))
-        rows.append(
-            [name, _ms(median(times)), f"{ratio:.3f}", ", ".join(f"{loss:.6f}" for loss in losses), f"{apart:g}"]
-        )
-    heads = ["", "step, ms", "plain / variant", "losses of 3 steps", "largest difference from plain"]
-    yield from markdown_table(heads, rows)
-    yield ""
-    calls = ", ".join(
-        f"{counts['calls']} of {operator} in {counts['chunks']} chunks"
-        for operator, counts in section["counts"].items()
-    )
-    yield f"Calls of a step in chunks: {calls or 'none, so the rows above compare nothing'}."
+def _try(section: Values) -> Iterator[str]:
+    yield from ("```text", *section["lines"], "```")
 
 
 def _ms(seconds: float, digits: int = 2) -> str:
     return f"{1e3 * seconds:.{digits}f}"
 
 
-TITLES = {
-    "versions": "Versions and devices",
-    "links": "Links",
-    "operators": "Operators",
-    "bench": "Layers, predicted and measured",
-    "step": "Training steps",
-}
-TABLES: dict[str, Callable[[Values], Iterator[str]]] = {
-    "versions": _versions,
-    "links": _links,
-    "operators": _operators,
-    "bench": _bench,
-    "step": _step,
-}
+TABLES: dict[str, Callable[[Values], Iterator[str]]] = {"doctor": _doctor, "bench": _bench, "try": _try}

@@ -14,7 +14,10 @@ from typing import Any
 USER_VARIABLES = ("USER", "LOGNAME", "USERNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "HOST", "COMPUTERNAME", "MASTER_ADDR", "SLURMD_NODENAME")
 LEAST_NAME = 3  # a shorter name occurs in ordinary words
-LEAST_VALUE = 6  # of a variable, in an error's text
+LEAST_VALUE = 6  # of a variable, in a text that may quote it
+QUOTING = ("error", "said", "log", "lines")  # keys of texts that may quote any variable: errors, lines of a log
+BAD = "bad"  # the verdict of a finding of doctor
+LAST_LINES = 3  # of what each rank printed, in an error
 PATTERNS = (
     (re.compile(r"\b[a-zA-Z][\w+.-]*://\S+"), "<url>"),
     (re.compile(r"[\w.+-]+@[\w.-]+"), "<address>"),
@@ -29,7 +32,7 @@ PATTERNS = (
 class Redaction:
     """What stands in place of names.
 
-    names: pairs of a pattern and what stands in its place. values: of environment variables, removed from errors.
+    names: pairs of a pattern and what stands in its place. values: of environment variables, removed from `QUOTING`.
     """
 
     names: tuple[tuple[re.Pattern[str], str], ...]
@@ -50,21 +53,39 @@ class Redaction:
             text = pattern.sub(instead, text)
         return text
 
-    def error(self, text: str) -> str:
-        """Return the text of an error, also without the values of variables: an error may quote any of them."""
+    def quoting(self, values: Any) -> Any:
+        """Return a text, or texts, that may quote any variable, also without the values of variables."""
+        if isinstance(values, list | tuple):
+            return [self.quoting(value) for value in values]
+        if not isinstance(values, str):
+            return values
+        text = _shortened(values)
         for value in self.values:
             text = text.replace(value, "<value>")
         return self.text(text)
 
     def everywhere(self, values: Any) -> Any:
-        """Return values for JSON with `text` applied to every string; keys are this package's own words."""
+        """Return values for JSON without names in any string; keys are this package's own words."""
         if isinstance(values, str):
             return self.text(values)
         if isinstance(values, Mapping):
-            return {key: self.everywhere(value) for key, value in values.items()}
+            quoting = QUOTING if values.get("verdict") != BAD else (*QUOTING, "found")
+            return {
+                key: self.quoting(value) if key in quoting else self.everywhere(value) for key, value in values.items()
+            }
         if isinstance(values, list | tuple):
             return [self.everywhere(value) for value in values]
         return values
+
+
+def _shortened(error: str) -> str:
+    """Return the error of a process with the last lines of what each rank printed, instead of whole tracebacks."""
+    first, *ranks = error.split("\n---- ")
+    return "\n".join([first, *(f"---- {_ends(text.splitlines())}" for text in ranks)])
+
+
+def _ends(lines: list[str]) -> str:
+    return "\n".join([*lines[:1], *lines[1:][-LAST_LINES:]])
 
 
 def _whole_word(name: str) -> re.Pattern[str]:

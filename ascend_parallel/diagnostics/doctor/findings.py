@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.diagnostics.doctor.trial import try_kernels
+from ascend_parallel.diagnostics.doctor.trial import LIMIT, outcomes, try_kernels
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.ranks import PACKAGE
 
 GOOD, NOTE, BAD = "good", "note", "bad"
@@ -71,10 +72,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and the settings in force."""
+    """All findings, the settings in force, and each call of a trial (`try_all`), None without one."""
 
     findings: list[Finding]
     settings: Settings
+    tried: Mapping[str, Any] | None = None
 
     @property
     def healthy(self) -> bool:
@@ -93,16 +95,24 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         found = [asdict(finding) for finding in self.findings]
-        return {"healthy": self.healthy, "verdict": self.verdict, "findings": found}
+        return {"healthy": self.healthy, "verdict": self.verdict, "findings": found, "tried": self.tried}
 
 
-def examine(control: PatchState, ranks: int = 0, say: Callable[[str], None] = lambda _: None) -> Report:
+def examine(
+    control: PatchState,
+    ranks: int = 0,
+    say: Callable[[str], None] = lambda _: None,
+    device: str = CPU,
+    time_limit: float = LIMIT,
+) -> Report:
     """Return all findings; with `ranks` of 2 or more, also try every kernel on that many local processes.
 
     control
         The patches of this process; applied if the settings enable them.
     say
         Called with the name of each step, for a progress line.
+    device, time_limit
+        The type of device on which the kernels are tried, and the seconds after which their processes are ended.
     """
     findings: list[Finding] = []
     for step, check in (
@@ -113,10 +123,12 @@ def examine(control: PatchState, ranks: int = 0, say: Callable[[str], None] = la
     ):
         say(step)
         findings += check()
+    tried = None
     if ranks:
         say(f"every kernel on {ranks} processes")
-        findings += _trial(ranks)
-    return Report(findings, control.status().settings)
+        tried = try_kernels(ranks, device, time_limit)
+        findings += _trial(f"tried on {ranks} processes" + ("" if device == CPU else f" of {device}"), tried)
+    return Report(findings, control.status().settings, tried)
 
 
 def examine_request(control: PatchState) -> Iterator[Finding]:
@@ -129,6 +141,8 @@ def _versions() -> Iterator[Finding]:
     section = "versions"
     yield Finding(section, "python", f"{platform.python_version()} on {platform.machine()}")
     yield Finding(section, "ascend_parallel", importlib.metadata.version("ascend_parallel"))
+    if (here := commit()) is not None:
+        yield Finding(section, "commit", here)
     if (other := _imported_elsewhere()) != PACKAGE:
         found = f"this is {PACKAGE}, and a program in another folder imports {other or 'none'}"
         advice = "run doctor from another folder, or install what is here: pip install -e ."
@@ -155,6 +169,23 @@ def _imported_elsewhere() -> str | None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/"
     )
     return str(Path(done.stdout.strip()).parent) if done.stdout.strip() else None
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that this package is imported from; None: no checkout, or git says nothing."""
+    root = Path(PACKAGE).resolve().parent
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "--short=12", "HEAD") + changed
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout of another user's
+        return None
 
 
 def _optional(
@@ -260,7 +291,7 @@ def _kernels(control: PatchState) -> Iterator[Finding]:
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
 
 
-def _trial(ranks: int) -> Iterator[Finding]:
-    for name, outcome in try_kernels(ranks).items():
+def _trial(section: str, tried: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, outcome in outcomes(tried).items():
         verdict = BAD if outcome.startswith("wrong") else NOTE if outcome.startswith("not tried") else GOOD
-        yield Finding(f"tried on {ranks} processes", name, outcome, verdict)
+        yield Finding(section, name, outcome, verdict)

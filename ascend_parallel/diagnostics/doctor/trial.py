@@ -1,7 +1,9 @@
-"""Try every kernel, and the exchange of experts, on one small problem, on a few real ranks of this machine."""
+"""Try every kernel, and the exchange of experts, on a few real ranks of this machine: errors and bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isnan
 from typing import Any
 
 import torch
@@ -13,35 +15,110 @@ from ascend_parallel.ops.operators import with_fused_limits
 from ascend_parallel.ops.part_exchange import Rows
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
-from ascend_parallel.ops.registry import KERNELS, choose
+from ascend_parallel.ops.registry import FUSED, KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.text import dtype_name
+from ascend_parallel.tuning.launch.devices import CPU, device_of
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
 
-ROWS, K, N = 128, 64, 48  # input rows of one rank: ROWS for an all-gather, ROWS * ranks otherwise
+ON_CPU, ON_DEVICE = (128, 512, 256), (256, 1024, 512)  # rows of a rank, K and N of the operators
+EXPERT_COLUMNS = 64
+CHUNKS = (2, 3, 8)
+DTYPES = (torch.float32, torch.bfloat16)
 EXPERTS = 4  # of a rank
-DTYPE = torch.float32
-LIMIT = 1e-5  # share of the largest magnitude: rounding of fp32 sums of K R products, with a margin
+SERIAL, RIGHT = "reference", "right"
+ROUNDING = 1e-5  # share of the largest magnitude: rounding of fp32 sums of K R products, with a margin
+LIMIT = 120.0  # seconds
+Call = dict[str, Any]
 
 
-def try_kernels(ranks: int, time_limit: float = 60.0) -> dict[str, str]:
-    """Run the operators with each kernel on `ranks` gloo ranks; return "right" or the error by kernel."""
+def try_kernels(ranks: int, device: str = CPU, time_limit: float = LIMIT) -> dict[str, Any]:
+    """Return what `try_all` finds on `ranks` ranks of this machine; if they fail or take too long, "error" alone."""
     try:
-        outcome: dict[str, str] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit)
+        tried: dict[str, Any] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit, device=device)
     except RankError as error:
-        outcome = dict.fromkeys((*KERNELS, EXPERT_EXCHANGE), f"wrong: {error}")
-    return outcome
+        return {"error": str(error)}
+    return tried
 
 
-def try_all(group: dist.ProcessGroup) -> dict[str, str]:
-    """Try every kernel on this group; return "right" for a kernel only if every rank found it right."""
-    own = {name: _try(name, group) for name in KERNELS} | {EXPERT_EXCHANGE: try_experts(group)}
-    answers = exchange(group, "the trial of kernels", own, CollectiveError).values()
-    return {name: max((answer[name] for answer in answers), key=lambda text: text != "right") for name in own}
+def outcomes(tried: Mapping[str, Any]) -> dict[str, str]:
+    """Return "right", what is wrong, or why it was not tried, for each kernel and the exchange of experts."""
+    if "error" in tried:
+        return dict.fromkeys((*KERNELS, EXPERT_EXCHANGE), f"wrong: {tried['error']}")
+    by_kernel = {name: [call for call in tried["calls"] if call["kernel"] == name] for name in KERNELS}
+    return {name: _outcome(calls) for name, calls in by_kernel.items()} | {EXPERT_EXCHANGE: tried["experts"]}
 
 
-def try_experts(group: dist.ProcessGroup, device: str = "cpu") -> str:
+def _outcome(calls: list[Call]) -> str:
+    ran = [call for call in calls if "refused" not in call]
+    if not ran:
+        return f"not tried: {calls[0]['refused']}"
+    wrong = [
+        f"{call['operator']} of {call['dtype']} is off by {call['error']:.1e}"
+        for call in ran
+        if not call["error"] <= call["limit"]
+    ]
+    return f"wrong: {', '.join(dict.fromkeys(wrong))} of the largest value" if wrong else RIGHT
+
+
+def try_all(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Try every kernel on the devices of this group; all ranks return the same.
+
+    calls: of each kernel, operator, dtype and chunk count, "refused" with the reason, or these:
+
+    error, limit
+        The largest error on any rank against float64, and the largest that rounding explains; shares of the largest
+        magnitude of the result.
+    bits
+        Whether the results of all ranks equal the serial path's bit for bit.
+    again
+        Whether a second call returned the same bits.
+
+    experts: "right", or what is wrong with the exchange of experts. operand: rows of a rank, K and N.
+    """
+    device = device_of(group)
+    shape = ON_CPU if device == CPU else ON_DEVICE
+    calls = []
+    for dtype in DTYPES if device == CPU else (*DTYPES, torch.float16):
+        for operator in OPERATORS:
+            calls += _calls(problem_on(group, operator, *shape, dtype, device), group)
+    own = {"calls": calls, "experts": try_experts(group, device)}
+    by_rank = exchange(group, "the trial of kernels", own, CollectiveError).values()
+    experts = max((tried["experts"] for tried in by_rank), key=lambda text: text != RIGHT)
+    same = [_of_all_ranks(of_ranks) for of_ranks in zip(*(tried["calls"] for tried in by_rank), strict=True)]
+    return {"operand": list(shape), "calls": same, "experts": experts}
+
+
+def _calls(problem: Problem, group: dist.ProcessGroup) -> list[Call]:
+    """Return this rank's errors and bits of a problem with every kernel and chunk count."""
+    x, w = operands(problem, 1)
+    truth = float64_result(problem, x, w, group.rank())
+    serial = run_kernel(SERIAL, problem, x, w, group, 1)
+    # Each rank's part of the sum is rounded to the dtype, and so is the sum.
+    limit = max(ROUNDING, (problem.ranks + 1) * torch.finfo(problem.dtype).eps)
+    calls = []
+    for name, kernel in KERNELS.items():
+        call = {"operator": problem.operator, "dtype": dtype_name(problem.dtype), "kernel": name}
+        if (refusal := kernel.supports(problem)) is not None:
+            calls.append({**call, "refused": refusal})
+            continue
+        for count in [1] if name in (SERIAL, *FUSED) else CHUNKS:
+            y, again = (run_kernel(name, problem, x, w, group, count) for _ in range(2))
+            bits = {"bits": torch.equal(y, serial), "again": torch.equal(y, again)}
+            calls.append({**call, "chunks": count, "error": relative_error(y, truth), "limit": limit, **bits})
+    return calls
+
+
+def _of_all_ranks(calls: tuple[Call, ...]) -> Call:
+    if "refused" in calls[0]:
+        return calls[0]
+    error = max((call["error"] for call in calls), key=lambda value: (isnan(value), value))
+    return {**calls[0], "error": error, **{name: all(call[name] for call in calls) for name in ("bits", "again")}}
+
+
+def try_experts(group: dist.ProcessGroup, device: str) -> str:
     """Return "right" or what is wrong with the exchange of experts.
 
     Exchange rows in groups of experts that each multiply by a number of their own; uneven, and one gets no rows.
@@ -54,7 +131,7 @@ def try_experts(group: dist.ProcessGroup, device: str = "cpu") -> str:
     numbers = torch.tensor(
         [1 + expert for sent in counts.sent for expert, rows in enumerate(sent) for _ in range(rows)]
     )
-    x = torch.randn(len(numbers), K, generator=torch.Generator().manual_seed(rank)).to(device)
+    x = torch.randn(len(numbers), EXPERT_COLUMNS, generator=torch.Generator().manual_seed(rank)).to(device)
     y = torch.empty_like(x)
 
     def experts(_: int, expert_group: ExpertGroup, received: Rows) -> Rows:
@@ -64,23 +141,7 @@ def try_experts(group: dist.ProcessGroup, device: str = "cpu") -> str:
 
     choice = choose(experts_problem(x, EXPERTS, group), OperatorSettings(num_chunks=2, mode=2))
     expert_exchange([x], counts, experts, [y], group, choice)
-    return "right" if torch.equal(y, x * numbers[:, None].to(device)) else "wrong: rows came back from other experts"
-
-
-def _try(name: str, group: dist.ProcessGroup) -> str:
-    problems = {operator: problem_on(group, operator, ROWS, K, N, DTYPE, "cpu") for operator in OPERATORS}
-    refusals = {operator: KERNELS[name].supports(problem) for operator, problem in problems.items()}
-    runs = [operator for operator, refusal in refusals.items() if refusal is None]
-    if not runs:
-        return f"not tried: {refusals[ALL_REDUCE]}"
-    errors = {operator: _error(name, problems[operator], group) for operator in runs}
-    wrong = [f"{operator} is off by {error:.1e}" for operator, error in errors.items() if not error <= LIMIT]
-    return f"wrong: {', '.join(wrong)} of the largest value" if wrong else "right"
-
-
-def _error(name: str, problem: Problem, group: dist.ProcessGroup) -> float:
-    x, w = operands(problem, 1)
-    return relative_error(run_kernel(name, problem, x, w, group, 3), float64_result(problem, x, w, group.rank()))
+    return RIGHT if torch.equal(y, x * numbers[:, None].to(device)) else "wrong: rows came back from other experts"
 
 
 def problem_on(
@@ -117,7 +178,7 @@ def run_kernel(
     name: str, problem: Problem, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int
 ) -> torch.Tensor:
     """Run an operator with a kernel on this rank's part of `operands`, in `chunks` chunks where the kernel has any."""
-    sizes = (problem.rows,) if name == "reference" else split_rows(problem.rows, chunks)
+    sizes = (problem.rows,) if name == SERIAL else split_rows(problem.rows, chunks)
     options: dict[str, Any] = {}
     if name == "tree":  # its chunks and blocks are those of COC_DETERMINISTIC=tp alone
         choice = choose(problem, OperatorSettings(num_chunks=chunks, mode=2, deterministic=TP))
