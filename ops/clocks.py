@@ -1,4 +1,4 @@
-"""Clocks of hosts and devices, for ops/record.py.
+"""Clocks of hosts and devices: for ops/record.py, and for whoever times a call.
 
 On a CPU a time is CLOCK_MONOTONIC in ns. The backend's thread takes the end of a collective; a thread of this
 package takes the end of sends and receives, which have no completion callback. On devices a time is an event in a
@@ -12,7 +12,45 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+import torch
+
 Ended = Callable[[Any], None]
+
+# Devices on which a call has done its work when it returns.
+HOSTS = ("cpu", "meta")
+
+
+def runs_ahead(device: str) -> bool:
+    """Tell whether the host runs ahead of the work on a type of device."""
+    return device not in HOSTS
+
+
+def finish(device: torch.device) -> None:
+    """Return once this process's work on `device` is done."""
+    if runs_ahead(device.type):
+        torch.accelerator.synchronize(device)
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """Return the seconds of a call on a type of device: of its work there, or of the host if that takes longer.
+
+    The device is idle before. Its events do not count what the host needs to notice the end, which no step waits for;
+    what the host needs to launch the work counts, since a device that has nothing to do waits for it.
+    """
+    if not runs_ahead(device):
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    module: Any = torch.get_device_module(device)
+    first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    first.record()
+    start = time.perf_counter()
+    call()
+    host = time.perf_counter() - start
+    last.record()
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
+    return max(host, milliseconds / 1e3)
 
 
 class Work(Protocol):

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.clocks import Clock, DeviceClock, HostClock
+from ascend_parallel.ops.clocks import Clock, DeviceClock, HostClock, runs_ahead
 
 Watch = Callable[[list[Any]], list[Any]]
 
@@ -203,7 +203,7 @@ class Recorder:
 
     def _clock(self, device: str) -> Clock:
         if device not in self._clocks:
-            self._clocks[device] = HostClock() if device == "cpu" else DeviceClock(torch.get_device_module(device))
+            self._clocks[device] = DeviceClock(torch.get_device_module(device)) if runs_ahead(device) else HostClock()
         return self._clocks[device]
 
     def _compare_clocks_once(self, group: dist.ProcessGroup, running: RecordedPass) -> None:

@@ -7,14 +7,26 @@ a problem; `choose` takes the first of `KERNELS` that the settings request and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
 from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.device_units import fills
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, KEY_GATHER, PART_NAMES, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes, even_rows, snap, split_rows
+from ascend_parallel.ops.rows import (
+    DEVICE_TILE,
+    ROW_TILE,
+    Sizes,
+    even_rows,
+    is_one_gather,
+    one_gather,
+    snap,
+    split_rows,
+    uneven_rows,
+)
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.process_groups.backend import usual_backend
 
@@ -157,7 +169,10 @@ def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
     unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
     plain = "chunked" if len(sizes) > 1 else "reference"
     if plain == "chunked" and not (request.given or tile) and _runs_in_one_gather(problem):
-        sizes, why = (problem.cut,), f"{why}; one gather, under the product of a rank's own rows: half of all"
+        sizes = one_gather(problem.cut)
+        why = f"{why}; one gather, under the product of a rank's own rows: half of all"
+    if is_one_gather(sizes):
+        sizes = (problem.cut,)
     refusal = _refusal(plain, problem)
     if refusal is not None:
         why = f"{why}; {arithmetic.asked}, and {plain}: {refusal}"
@@ -236,8 +251,11 @@ def _count_request(
         communicated = problem.k if problem.operator == ALL_GATHER else problem.n
         why += f"; 1, because a collective of {communicated} features is too narrow to gain (customized_coc cuts it)"
         return _Request(1, (problem.cut,), why, met)
-    sizes = cut_into(problem, chunks, tile)
-    if len(sizes) < chunks:
+    full = chunks if _names(problem, settings) else most_that_fill(problem, chunks, tile)
+    sizes = cut_into(problem, full, tile)
+    if full < chunks:
+        why += f"; {full}, because the matmuls of smaller chunks do not fill the device (customized_coc cuts them)"
+    elif len(sizes) < chunks:
         unit = "columns" if problem.antiquant else "rows"
         because = f", because {problem.arithmetic.asked}" if problem.deterministic else ""
         if problem.is_exchange:
@@ -264,6 +282,29 @@ def cut_into(problem: Problem, chunks: int, tile: int) -> Sizes:
     """Return the sizes of so many chunks of a problem, or of fewer if there are too few rows."""
     even = problem.operator != EXPERT_EXCHANGE and not problem.antiquant and usual_backend(problem.device).launches
     return even_rows(problem.cut, chunks, tile) if even else split_rows(problem.cut, chunks, tile)
+
+
+def row_step(problem: Problem) -> int:
+    """Return the rows of which cuts that nobody gave are multiples, where there are enough rows."""
+    return DEVICE_TILE if usual_backend(problem.device).launches else ROW_TILE
+
+
+def most_that_fill(problem: Problem, chunks: int, tile: int) -> int:
+    """Return the largest number of chunks, at most `chunks`, whose matmuls leave no unit of the device without work."""
+    return next((count for count in range(chunks, 1, -1) if fills(problem, cut_into(problem, count, tile))), 1)
+
+
+def cuts_to_time(problem: Problem, counts: Sequence[int]) -> list[Sizes]:
+    """Return cuts that are worth a measurement, for these numbers of chunks: the usual ones of the problem's device.
+
+    On a device also those with a short first gather or a short last reduction, and a gather that is not cut.
+    """
+    usual = [cut_into(problem, count, ROW_TILE) for count in counts]
+    if not usual_backend(problem.device).launches:
+        return usual
+    gathers = problem.operator == ALL_GATHER
+    usual += [uneven_rows(problem.cut, count, short_first=gathers) for count in counts]
+    return [*([one_gather(problem.cut)] if gathers else []), *(sizes for sizes in usual if fills(problem, sizes))]
 
 
 def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -38,13 +39,7 @@ def split_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
     tiles = rows // tile
     count = max(1, min(num_chunks, tiles))
     weights = [min(i + 1, count - i, STEEPEST) for i in range(count)]
-    total = sum(weights)
-    cuts = [0]
-    for i in range(1, count):
-        ideal = (tiles * sum(weights[:i]) + total // 2) // total
-        cuts.append(min(max(ideal, cuts[-1] + 1), tiles - (count - i)))
-    edges = [cut * tile for cut in cuts] + [rows]
-    return tuple(stop - start for start, stop in pairwise(edges))
+    return _by_weight(rows, weights, tile)
 
 
 @lru_cache(maxsize=4096)
@@ -60,6 +55,44 @@ def even_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
         return split_rows(rows, num_chunks, tile)
     cuts = [step * (tiles * index // num_chunks) for index in range(num_chunks)]
     return tuple(stop - start for start, stop in pairwise([*cuts, rows]))
+
+
+@lru_cache(maxsize=4096)
+def uneven_rows(rows: int, num_chunks: int, tile: int = ROW_TILE, *, short_first: bool) -> Sizes:
+    """Cut as `even_rows`, with the first or the last chunk half as long as the others.
+
+    What a pass cannot hide is the gather before its first matmul, or the reduction after its last: that chunk is short.
+    """
+    step = lcm(DEVICE_TILE, tile)
+    if rows // step < num_chunks:
+        return split_rows(rows, num_chunks, tile)
+    weights = [2] * num_chunks
+    weights[0 if short_first else -1] = 1
+    return _by_weight(rows, weights, step)
+
+
+def one_gather(rows: int) -> Sizes:
+    """Return the sizes of an all-gather that is not cut, and runs under the product of a rank's own rows.
+
+    Its first chunk is empty: a single size is a gather that is waited for before the whole product.
+    """
+    return (0, rows)
+
+
+def is_one_gather(sizes: Sizes) -> bool:
+    """Tell whether the sizes are those of `one_gather`."""
+    return len(sizes) == 2 and not sizes[0]
+
+
+def _by_weight(rows: int, weights: Sequence[int], tile: int) -> Sizes:
+    """Cut `rows` rows into chunks of these weights, at multiples of `tile`; there are as many tiles as chunks."""
+    tiles, count, total = rows // tile, len(weights), sum(weights)
+    cuts = [0]
+    for i in range(1, count):
+        ideal = (tiles * sum(weights[:i]) + total // 2) // total
+        cuts.append(min(max(ideal, cuts[-1] + 1), tiles - (count - i)))
+    edges = [cut * tile for cut in cuts] + [rows]
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def deterministic_tile(m: int) -> int:

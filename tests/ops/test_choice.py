@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.ops import Problem, choose
 from ascend_parallel.ops.bits import Question
+from ascend_parallel.ops.device_units import UNITS
 from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.probing import TRANSPOSED
-from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows
+from ascend_parallel.ops.registry import cuts_to_time
+from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows, uneven_rows
+from ascend_parallel.tuning.cost_model.hardware import all_hardware
 
 
 @given(st.integers(0, 5000), st.integers(1, 64))
@@ -118,7 +121,7 @@ def test_one_rank_has_nothing_to_overlap():
     ("operator", "ranks", "device", "settings", "exact"),
     [
         ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4), None),  # needs a probe
-        ("matmul_all_reduce", 2, "cuda", Settings(num_chunks=4), None),
+        ("matmul_all_reduce", 2, "cuda", Settings(customized_coc={(512, 64, 32): 4}), None),
         ("matmul_reduce_scatter", 2, "cpu", Settings(num_chunks=4), None),
         ("all_gather_matmul", 4, "cpu", Settings(num_chunks=4), None),
         ("matmul_all_reduce", 2, "cpu", Settings(mode=1), True),
@@ -126,13 +129,59 @@ def test_one_rank_has_nothing_to_overlap():
         ("matmul_all_reduce", 3, "cpu", Settings(num_chunks=4), False),  # another order of sums
         ("matmul_reduce_scatter", 4, "cpu", Settings(num_chunks=4), False),
         ("matmul_reduce_scatter", 4, "cpu", Settings(mode=1), False),
-        ("matmul_all_reduce", 2, "npu", Settings(num_chunks=4), False),  # operands may be padded
+        ("matmul_all_reduce", 2, "npu", Settings(customized_coc={(512, 64, 32): 4}), False),  # operands may be padded
         ("matmul_all_reduce", 2, "cpu", Settings(num_chunks=4, deterministic=True), False),  # tiles of rows
         ("matmul_all_reduce", 2, "cpu", Settings(mode=1, deterministic=True), False),
     ],
 )
 def test_what_is_known_of_the_bits_beforehand(operator, ranks, device, settings, exact):
     assert choose(problem(operator, 512, device, ranks), settings).bit_exact is exact
+
+
+@pytest.mark.parametrize(
+    ("operator", "device", "m", "n", "sizes"),
+    [
+        ("matmul_all_reduce", "cuda", 8192, 4096, (1024,) * 8),  # 8 x 32 tiles of 128 x 128
+        ("matmul_all_reduce", "cuda", 4096, 2048, (1024,) * 4),  # 128 tiles for 132 multiprocessors
+        ("matmul_all_reduce", "cuda", 2048, 1024, (2048,)),  # half of it has 64
+        ("matmul_all_reduce", "npu", 2048, 4096, (256,) * 8),  # 2 x 16 tiles of 128 x 256
+        ("matmul_reduce_scatter", "cuda", 8192, 1024, (1024,) * 4),  # the rows of both ranks in one launch
+        ("matmul_all_reduce", "cpu", 2048, 1024, split_rows(2048, 8)),
+    ],
+)
+def test_no_chunk_leaves_units_of_a_device_without_a_tile(operator, device, m, n, sizes):
+    call = Problem(operator, m, 2048, n, torch.bfloat16, device, 2)
+    choice = choose(call, Settings(num_chunks=8))
+    assert choice.sizes == sizes
+    said = f"COC_PARALLEL_NUM=8; {len(sizes)}, because the matmuls of smaller chunks do not fill the device"
+    assert choice.reason.startswith(said) == (len(sizes) < 8)
+    # An explicit request for this call is met.
+    named = choose(call, Settings(num_chunks=1, customized_coc={(m, 2048, n): 8}))
+    assert len(named.sizes) == 8
+
+
+def test_the_units_of_a_type_of_device_are_those_of_its_largest_chip():
+    for device, units in UNITS.items():
+        chips = [chip for chip in all_hardware().values() if chip.device == device]
+        assert units.number == max(chip.matmul.cores for chip in chips), device
+
+
+def test_on_a_device_the_chunk_that_nothing_hides_is_short_and_a_gather_may_stay_whole():
+    assert uneven_rows(8192, 4, short_first=True) == (1280, 2304, 2304, 2304)
+    assert uneven_rows(8192, 4, short_first=False) == (2304, 2304, 2304, 1280)
+    gather = Problem("all_gather_matmul", 16384, 2048, 4096, torch.bfloat16, "cuda", 2)
+    cuts = cuts_to_time(gather, (2, 4))
+    assert cuts == [
+        (0, 8192),
+        (4096, 4096),
+        (2048,) * 4,
+        uneven_rows(8192, 2, short_first=True),
+        uneven_rows(8192, 4, short_first=True),
+    ]
+    scatter = replace(gather, operator="matmul_reduce_scatter")
+    assert cuts_to_time(scatter, (2,)) == [(4096, 4096), uneven_rows(8192, 2, short_first=False)]
+    assert cuts_to_time(replace(gather, n=128), (8,)) == [(0, 8192)]  # 8 tiles a chunk
+    assert cuts_to_time(replace(gather, device="cpu"), (2, 4)) == [split_rows(8192, 2), split_rows(8192, 4)]
 
 
 @pytest.mark.parametrize(

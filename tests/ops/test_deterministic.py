@@ -251,7 +251,8 @@ def test_backends_that_are_not_gloo(group):
     ],
 )
 def test_what_is_chosen(operator, device, ranks, settings, kernel, chunks):
-    problem = Problem(operator, 510 if ranks == 3 else 512, 64, 32, torch.float32, device, ranks, shm=None)
+    shape = (510 if ranks == 3 else 512, 64, 32) if device == "cpu" else (8192, 1024, 2048)  # chunks fill a device
+    problem = Problem(operator, *shape, torch.float32, device, ranks, shm=None)
     choice = choose(problem, settings)
     assert (choice.kernel, len(choice.sizes)) == (kernel, chunks)
 

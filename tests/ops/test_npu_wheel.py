@@ -4,6 +4,7 @@ Nothing here runs on an NPU. The tests show that this package's calls fit the wh
 limits, and that the layers are right if the operators match their documentation.
 """
 
+import inspect
 import itertools
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from ascend_parallel import (
     row_linear,
 )
 from ascend_parallel.ops import UnmetRequestError, npu, npu_limits
+from ascend_parallel.process_groups import consistency
 
 GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
 MM_ALL_REDUCE = "npu_mm_all_reduce_base"
@@ -105,6 +107,16 @@ def arguments(kernels, group):
     assert npu.hccl_name(group) == "tensor parallel" and npu.hccl_name(other) == "another"
     npu.matmul_all_reduce(x, w, other, ())
     names_are_asked_once()
+    graphs_and_events_have_the_names_that_are_asked()
+
+
+def graphs_and_events_have_the_names_that_are_asked():
+    """What tells of a captured graph, and what times a call, by the wheel's own names; nothing is captured here."""
+    assert callable(torch.npu.NPUGraph)
+    assert callable(torch.npu.is_current_stream_capturing)
+    assert not consistency.is_capturing()
+    assert {"enable_timing"} <= set(inspect.signature(torch.npu.Event.__new__).parameters)
+    assert all(hasattr(torch.npu.Event, name) for name in ("record", "synchronize", "elapsed_time"))
 
 
 def names_are_asked_once():

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from backends import as_backend
 from layers import Layers
 from logged import logged
 from marks import promise
@@ -18,8 +20,12 @@ from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import ascend_parallel
-from ascend_parallel import Settings
+from ascend_parallel import Settings, column_linear
+from ascend_parallel.ops import choose
+from ascend_parallel.ops.clocks import seconds_of
+from ascend_parallel.ops.rows import is_one_gather, one_gather
 from ascend_parallel.overlap.layer_shape import LayerShape
+from ascend_parallel.process_groups.backend import NCCL, ROWS
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
 from ascend_parallel.tuning.measured.tuner import MeasuredParts, Tuner, clear, decide, predicted, scaled
@@ -118,6 +124,105 @@ def test_the_parts_of_a_pass_follow_from_those_of_a_pass_alike():
     assert scaled(known, PROBLEM, thin).gather == 0
     assert scaled(known, PROBLEM, replace(PROBLEM, k=64 * 9)) is None
     assert scaled(known, PROBLEM, replace(PROBLEM, m=2048)) is None
+
+
+class PlantedDevice:
+    """A device module on which whatever lies between two events takes so many milliseconds."""
+
+    def __init__(self, milliseconds):
+        self.milliseconds, self.order = milliseconds, []
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        return PlantedEvent(self)
+
+
+class PlantedEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.device.order.append("record")
+
+    def synchronize(self):
+        self.device.order.append("synchronize")
+
+    def elapsed_time(self, later):
+        assert self.device.order == ["record", "call", "record", "synchronize"]
+        return self.device.milliseconds
+
+
+@pytest.mark.parametrize(("device", "host"), [(2500.0, 0.0), (0.0, 0.02)])
+def test_a_call_on_a_device_takes_what_the_slower_of_device_and_host_takes(device, host):
+    module = PlantedDevice(device)
+
+    def call():
+        module.order.append("call")
+        time.sleep(host)
+
+    with mock.patch.object(torch, "get_device_module", lambda _: module):
+        found = seconds_of(call, "cuda")
+    assert found == 2.5 if device else found >= host
+
+
+GATHER = LayerShape("column", 1024, 64, 64, 2, sequence_parallel=True, dtype=torch.float32, device="cpu")
+
+
+def test_a_gather_that_is_not_cut_is_predicted_where_chunks_cost_more_than_they_hide():
+    operator = GATHER.operator("forward")
+    with mock.patch.dict(ROWS, {("gloo", "cpu"): NCCL}):
+        slow_start = predicted(operator.problem, parts(10e-3, 4e-3, 4e-3))  # each chunk costs as much as the whole
+        assert slow_start.sizes == one_gather(1024)
+        # The own rows take half of the matmul, which hides the gather.
+        assert (slow_start.serial, slow_start.chosen) == pytest.approx((14e-3, 10e-3), rel=0.1)
+        assert len(predicted(operator.problem, parts(10e-3, 40e-3, 50e-6)).sizes) > 2
+    too_small = replace(operator.problem, device="cuda")  # its chunks have a tile or two
+    assert predicted(too_small, parts(10e-3, 40e-3, 50e-6)).sizes == one_gather(1024)
+    assert not is_one_gather(predicted(operator.problem, parts(10e-3, 4e-3, 4e-3)).sizes)  # on a CPU
+
+
+def one_gather_wins(group, tune):
+    """Tune a column layer's forward on a device's way, by a clock that likes a gather that is not cut; run it."""
+    shape = GATHER._replace(ranks=group.size())
+    generator = torch.Generator().manual_seed(group.rank())
+    x, weight = (torch.randn(rows, 64, generator=generator) for rows in (1024, 64))
+    options = {"group": group, "sequence_parallel": True}
+    plain = column_linear(x, weight, settings=Settings(num_chunks=1), **options)
+
+    def clock(self, operator, candidates, rounds):
+        return {sizes: [1.0 if is_one_gather(sizes) else 2.0] * rounds for sizes in candidates}
+
+    def alike(self, layer, operator):
+        return parts(10e-3, 4e-3, 4e-3)
+
+    with (
+        as_backend("nccl", group),
+        mock.patch.object(pass_times.TimedLinear, "time_sizes", clock),
+        mock.patch.object(MeasuredParts, "of", alike),
+        mock.patch.object(tuner, "cached_plan", lambda machine: Path("/no/such/plan.json")),
+        logged(lambda record: record.getMessage()) as lines,
+    ):
+        found = Tuner(Settings(tune=tune, auto=tune is None))
+        found._save = lambda *_: None
+        chunks = found.chunks_for(shape, group, backward=False)
+        ascend_parallel.ops.COUNTS.clear()
+        y = column_linear(x, weight, settings=chunks.settings, **options)
+        counted = ascend_parallel.ops.COUNTS.as_dict()["all_gather_matmul"]
+        kernel = choose(shape.operator("forward").problem, chunks.settings).kernel
+        read = chunk_plan.read_plan(chunks.settings.plan.as_dict())
+    assert read == chunks.settings.plan
+    return chunks.settings.plan.entries[0].sizes, kernel, counted, torch.equal(y, plain), lines
+
+
+@pytest.mark.parametrize("tune", ["nowhere.json", None])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_gather_that_is_not_cut_is_a_candidate_on_a_device(ranks, count, tune):
+    for rank, (sizes, kernel, counted, same, lines) in enumerate(ranks(count).run(one_gather_wins, tune)):
+        assert (sizes, kernel) == ((0, 1024), "chunked")  # "reference" gathers before it multiplies
+        assert counted == {"calls": 1, "chunks": 1, "collectives": 1}
+        assert same
+        said = "one gather under the product of a rank's own rows, 1000.000 ms (waited for first: 2000.000 ms)"
+        assert any(said in line for line in lines) == (rank == 0)
 
 
 def test_one_pass_of_each_kind_is_measured():

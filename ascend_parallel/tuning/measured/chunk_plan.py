@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Problem
-from ascend_parallel.ops.rows import ROW_TILE, Sizes
+from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Problem
+from ascend_parallel.ops.rows import ROW_TILE, Sizes, is_one_gather
 from ascend_parallel.overlap.layer_shape import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
 from ascend_parallel.text import dtype_name, file_text, replace_text, shown
@@ -53,9 +53,9 @@ class Entry:
     m, k, n
         The matmul as in `Problem`.
     sizes
-        Rows of each chunk; a single size means that one chunk was fastest. Of an expert_exchange: experts of each
-        group; a single size means that the framework's own layer was. Of a head_exchange or a key_gather: heads of
-        each group.
+        Rows of each chunk; a single size means that one chunk was fastest, 0 and all rows (`one_gather`) that a gather
+        under the product of a rank's own rows was. Of an expert_exchange: experts of each group; a single size means
+        that the framework's own layer was fastest. Of a head_exchange or a key_gather: heads of each group.
     serial, chosen
         Median seconds of the pass on the slowest rank, with one chunk and with `sizes`. Of an exchange, whose
         run is "forward": of forward and backward. In vLLM of a whole step, in which all row layers are cut alike.
@@ -112,6 +112,8 @@ class Plan:
         if len(entry.sizes) == 1:
             return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
+        if is_one_gather(entry.sizes):
+            return entry.sizes, f"plan: one gather, under the product of a rank's own rows, {gain:.0f}% faster"
         if problem.is_exchange:
             return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn_of(problem)}"
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
@@ -247,7 +249,8 @@ def read_plan(raw: Any) -> Plan:
 
 def _entry(index: int, raw: Mapping[str, Any], ranks: int) -> Entry:
     entry = Entry(**{**raw, "sizes": tuple(raw["sizes"])})
-    positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *entry.sizes))
+    sizes = entry.sizes[1:] if entry.operator == ALL_GATHER and is_one_gather(entry.sizes) else entry.sizes
+    positive = all(type(value) is int and value > 0 for value in (entry.m, entry.k, entry.n, *sizes))
     timed = all(isinstance(value, float) and 0 < value < math.inf for value in (entry.serial, entry.chosen))
     exchange = entry.operator in PART_NAMES
     tile = 1 if exchange else ROW_TILE

@@ -8,7 +8,6 @@ and take the same number; bits do not depend on it. Where groups gain nothing th
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.clocks import finish, seconds_of
 from ascend_parallel.ops.expert_exchange import RowCounts
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.ops.registry import name_of
@@ -127,13 +127,11 @@ def _times(
     mine: dict[Sizes, list[float]] = {sizes: [] for sizes in runs}
     for turn in range(1 + rounds):
         for sizes in list(runs)[:: 1 if turn % 2 else -1]:
-            _finish(device)
-            begin = time.perf_counter()
-            runs[sizes]()
-            _finish(device)
+            finish(device)
+            spent = seconds_of(runs[sizes], device.type)
             if turn:
-                mine[sizes].append(time.perf_counter() - begin)
-    told = {str(len(sizes)): spent for sizes, spent in mine.items()}
+                mine[sizes].append(spent)
+    told = {str(len(sizes)): rounds_of for sizes, rounds_of in mine.items()}
     by_rank = exchange(group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="exchange")
     return {
         sizes: [max(map(float, spent)) for spent in zip(*(of[str(len(sizes))] for of in by_rank.values()), strict=True)]
@@ -160,8 +158,3 @@ def pass_on_copies(
         else:  # parameters get their gradients inside
             made, _ = run_experts(x, counts, local, group=group, settings=settings, probs=probs)
         torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)

@@ -15,7 +15,7 @@ from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
-from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.rows import Sizes, is_one_gather
 from ascend_parallel.overlap.layer_shape import BACKWARD, LayerOperator
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan_beside
 
@@ -165,7 +165,7 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(problem: Problem, parts: PassBreakdown, sizes: Sequence[int]) -> float:
+def seconds(problem: Problem, parts: PassBreakdown, sizes: Sizes) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs
@@ -179,7 +179,9 @@ def seconds(problem: Problem, parts: PassBreakdown, sizes: Sequence[int]) -> flo
     extra = max(parts.pieces - parts.collective, 0.0) / max(parts.count - 1, 1)
     moving = max(min(parts.pieces, parts.collective) - parts.latency, 0.0) / parts.rows
     compute, collective, own = [parts.matmul], [parts.collective], 0.0
-    if not whole:
+    if is_one_gather(sizes):
+        own, compute = fixed + per_row * parts.rows, [blocks * (fixed + per_row * parts.rows)]
+    elif not whole:
         compute = [blocks * (fixed + per_row * size) + 2 * LAUNCH for size in sizes]
         collective = [extra + moving * size for size in sizes]
         collective[0 if first else -1] += parts.latency

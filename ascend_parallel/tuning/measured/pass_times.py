@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.record import RECORDING
-from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.rows import Sizes, is_one_gather
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.linear import column_linear, row_linear
@@ -117,7 +117,8 @@ class TimedLinear:
         """
         chunks = Chunks.for_call(self.with_sizes(operator, sizes), self.shape, operator.direction)
         choice = chunks.choice(operator.problem)
-        return keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
+        kept = keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
+        return sizes if is_one_gather(sizes) and choice.kernel == "chunked" else kept
 
     def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
         """Return settings with which this pass runs in chunks of `sizes`."""

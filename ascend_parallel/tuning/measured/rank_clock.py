@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.clocks import runs_ahead, seconds_of
 from ascend_parallel.ops.pending import NamedWork, run_collective
 
 Name = TypeVar("Name", bound=Hashable)
@@ -18,8 +18,8 @@ Name = TypeVar("Name", bound=Hashable)
 class RankClock:
     """The clock of a group's ranks, on one type of device.
 
-    A barrier stands before every timed call. A call ends when this rank's stream is idle: on a device, the host waits
-    for the stream. Every rank gets the same numbers, so all ranks decide alike.
+    A barrier stands before every timed call. On a device events time it, and the host (`seconds_of`). Every rank gets
+    the same numbers, so all ranks decide alike.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: str) -> None:
@@ -46,10 +46,7 @@ class RankClock:
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call on this rank."""
         self.begin_together()
-        start = time.perf_counter()
-        call()
-        self.synchronize()
-        return time.perf_counter() - start
+        return seconds_of(call, self._device)
 
     def begin_together(self) -> None:
         """Wait for this rank's stream, then for all ranks."""
@@ -59,7 +56,7 @@ class RankClock:
 
     def synchronize(self) -> None:
         """Wait for the work of the current stream; another stream may wait for other ranks."""
-        if self._device != "cpu":
+        if runs_ahead(self._device):
             torch.accelerator.current_stream().synchronize()
 
     def _slowest(self, times: list[list[float]]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.logs import working
+from ascend_parallel.ops.device_units import fills
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.problem import ALL_GATHER, Problem, matmul_in_words
-from ascend_parallel.ops.rows import Sizes, split_rows
+from ascend_parallel.ops.registry import cuts_to_time, row_step
+from ascend_parallel.ops.rows import Sizes, is_one_gather, one_gather
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
@@ -76,6 +79,9 @@ class TunedPass:
         """Return the result in words, for the log."""
         if len(self.sizes) == 1:
             return f"kept whole (one chunk of {self.sizes[0]} rows), because {self.why}; {1e3 * self.serial:.3f} ms"
+        if is_one_gather(self.sizes):
+            whole = f"waited for first: {1e3 * self.serial:.3f} ms"
+            return f"one gather under the product of a rank's own rows, {1e3 * self.chosen:.3f} ms ({whole})"
         rows = str(self.sizes[0]) if len(set(self.sizes)) == 1 else ", ".join(map(str, self.sizes))
         times = f"{1e3 * self.chosen:.3f} ms (whole {1e3 * self.serial:.3f} ms)"
         return f"{len(self.sizes)} chunks of {rows} rows, {times}"
@@ -294,7 +300,7 @@ def _fewest(entry: Entry) -> tuple[Any, ...]:
 def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
     """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
     whole = (parts.rows,)
-    candidates = [split_rows(parts.rows, count) for count in COUNTS]
+    candidates = cuts_to_time(operator.problem, COUNTS)
     for most in (MOST_CHUNKS, FEW):
         model = best_of_model(operator.problem, parts, most)
         candidates += [model.sizes, model.equal]
@@ -403,8 +409,16 @@ def predicted(problem: Problem, parts: PassBreakdown) -> TunedPass:
 
 
 def best_of_model(problem: Problem, parts: PassBreakdown, most_chunks: int = MOST_CHUNKS) -> ChunkSearchResult:
-    """Search the sizes of least predicted time, with at most `most_chunks` chunks."""
-    return best_sizes(parts.rows, lambda sizes: seconds(problem, parts, sizes), most_chunks=most_chunks)
+    """Search the sizes of least predicted time, with at most `most_chunks` chunks that fill the device."""
+
+    def cost(sizes: Sizes) -> float:
+        return seconds(problem, parts, sizes) if fills(problem, sizes) else inf
+
+    best = best_sizes(parts.rows, cost, most_chunks=most_chunks, tile=row_step(problem))
+    uncut = one_gather(parts.rows)
+    if uncut in cuts_to_time(problem, ()) and cost(uncut) < best.seconds:
+        return replace(best, sizes=uncut, seconds=cost(uncut))
+    return best
 
 
 def _may_be_original(shape: LayerShape, group: dist.ProcessGroup) -> bool:
