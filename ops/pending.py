@@ -120,9 +120,15 @@ class Pending:
                 self._works[index] = None
 
     def _may_take(self, index: int) -> bool:
-        """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next."""
+        """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next.
+
+        Where a wait orders streams the host runs ahead, so idle work belongs before it. A work is not asked there: that
+        ends the capture of a graph.
+        """
         work = self._works[index]
-        return work is not None and getattr(work, "tells_completion", True) and not work.is_completed()
+        if work is None or self._limit is None:
+            return work is not None
+        return getattr(work, "tells_completion", True) and not work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""

@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.clocks import finish, runs_ahead
 from ascend_parallel.ops.unfinished import finished
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, exchange, refuse_while_capturing
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -34,6 +35,7 @@ WARM_UP = 2
 TURNS = (False, True, False, True, True, False, True, False, False, True)
 LEAST_GAIN = 0.02  # share of the layers' time: regions must gain more than this in the median of the turns
 LOST = 1  # neighbouring turns of both ways, of four, that regions may lose
+HOST_BOUND = 0.9  # share of a pass on a device in which the host is busy, so that the device waits for it
 # A forward whose backward has not come after so many further forwards is no longer waited for.
 MOST_WAITING = 256
 
@@ -66,8 +68,11 @@ class Decision:
         )
 
 
-def decide(seconds: Sequence[float]) -> Decision:
-    """Return the way to keep, from the seconds of a pass in each turn of `TURNS`."""
+def decide(seconds: Sequence[float], host: Sequence[float] = ()) -> Decision:
+    """Return the way to keep, from the seconds of a pass in each turn of `TURNS`.
+
+    host: the seconds in which the host is busy with it, where it runs ahead of a device; they explain what is lost.
+    """
     turns = list(zip(TURNS, seconds, strict=True))[WARM_UP:]
     layers = [each for region, each in turns if not region]
     regions = [each for region, each in turns if region]
@@ -79,7 +84,34 @@ def decide(seconds: Sequence[float]) -> Decision:
         return Decision(True, median(layers), median(regions), f"regions gain {share}")
     asked = f"they must gain more than {100 * LEAST_GAIN:.0f} % and lose at most {LOST}"
     won = f"regions gain {share} and lose {lost} of {len(layers)} turns; {asked}"
-    return Decision(False, median(layers), median(regions), won if gain > 0 else f"regions lose {share}")
+    why = won if gain > 0 else f"regions lose {share}"
+    busy = [each for region, each in zip(TURNS[WARM_UP:], host[WARM_UP:], strict=False) if region]
+    if busy and median(busy) > HOST_BOUND * median(regions):
+        why += f"; the host is busy with them for {1e3 * median(busy):.2f} ms: their Python costs more than they hide"
+    return Decision(False, median(layers), median(regions), why)
+
+
+class Instant(NamedTuple):
+    """When the host came to a place, and when the device had done its work there, in monotonic seconds."""
+
+    host: float
+    done: float
+
+
+class Spent(NamedTuple):
+    """Seconds between two instants, and those of the host."""
+
+    seconds: float = 0.0
+    host: float = 0.0
+
+    @classmethod
+    def between(cls, begin: Instant, end: Instant) -> Spent:
+        """Return what passed from one instant, at which the device was idle, to another."""
+        return cls(end.done - begin.done, end.host - begin.done)
+
+    def plus(self, other: Spent, share: int = 1) -> Spent:
+        """Return these seconds and a share of others: one part in so many."""
+        return Spent(self.seconds + other.seconds / share, self.host + other.host / share)
 
 
 class RegionChoice:
@@ -135,6 +167,7 @@ class RegionChoice:
             return run()
         if not layer.training:
             return run()
+        refuse_while_capturing("the timing of COC_REGION=auto", DisagreementError)
         if trial.begins(layer):
             self._follow(trial)
         if self._trial is None:
@@ -163,16 +196,18 @@ class Trial:
     def __init__(self) -> None:
         """Begin with the first turn."""
         self.seconds: list[float] = []  # of a pass, in each finished turn
+        self.host: list[float] = []  # of the host, in the same
         self.group: dist.ProcessGroup | None = None  # of the modules that ran as a region
         self._first: ReferenceType[torch.nn.Module] | None = None
         self._latest: ReferenceType[torch.nn.Module] | None = None
         self._last: ReferenceType[torch.nn.Module] | None = None  # known after the first pass
         self._layers: WeakSet[torch.nn.Module] = WeakSet()  # between first and last
         self._number = 0  # of the latest pass
-        self._waiting: dict[int, float] = {}  # pass whose backward has not ended -> seconds of its forward
-        self._finished: list[float] = []  # seconds of the turn's passes that have ended
-        self._forward_began = 0.0
-        self._backward_began = 0.0
+        self._waiting: dict[int, Spent] = {}  # pass whose backward has not ended -> what its forward took
+        self._finished: list[Spent] = []  # of the turn's passes that have ended
+        self._forward_began = Instant(0.0, 0.0)
+        self._backward_began = Instant(0.0, 0.0)
+        self._runs_ahead = False  # whether the host runs ahead of the device
         self._reached: set[int] = set()  # passes that the running backward has come to
 
     @property
@@ -192,12 +227,14 @@ class Trial:
             self._last = self._latest
         self._waiting = {n: spent for n, spent in self._waiting.items() if self._number - n < MOST_WAITING}
         if self._finished and not self._waiting:
-            self.seconds.append(sum(self._finished) / len(self._finished))
+            count = len(self._finished)
+            self.seconds.append(sum(each.seconds for each in self._finished) / count)
+            self.host.append(sum(each.host for each in self._finished) / count)
             self._finished = []
             if (decision := self._decision()) is not None:
                 return decision
         self._number += 1
-        self._waiting[self._number] = 0.0
+        self._waiting[self._number] = Spent()
         return None
 
     def enter(self, layer: torch.nn.Module, hidden: torch.Tensor) -> None:
@@ -206,7 +243,7 @@ class Trial:
             self._latest = ref(layer)
             self._layers.add(layer)
         if self.begins(layer):
-            self._forward_began = now(hidden)
+            self._forward_began, self._runs_ahead = now(hidden), runs_ahead(hidden.device.type)
 
     def leave(self, layer: torch.nn.Module, output: Any) -> None:
         """End a layer's forward."""
@@ -215,7 +252,7 @@ class Trial:
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         if self._last is not None:
             finished(hidden)
-            self._waiting[self._number] = now(hidden) - self._forward_began
+            self._waiting[self._number] = Spent.between(self._forward_began, now(hidden))
         if hidden.requires_grad:
             number = self._number
             hidden.register_hook(lambda gradient: self.in_backward(layer, gradient, number))  # type: ignore[no-untyped-call]
@@ -234,8 +271,8 @@ class Trial:
         """End a backward, of one or several passes; a second backward through the same forward is not timed."""
         reached, self._reached = self._reached & self._waiting.keys(), set()
         if reached:
-            share = (now(like) - self._backward_began) / len(reached)
-            self._finished += [self._waiting.pop(number) + share for number in reached]
+            spent = Spent.between(self._backward_began, now(like))
+            self._finished += [self._waiting.pop(number).plus(spent, len(reached)) for number in reached]
 
     def _decision(self) -> Decision | None:
         """Return the way to keep; None: further turns are needed. The last turn exchanges all ranks' figures."""
@@ -243,14 +280,16 @@ class Trial:
             return Decision(False, None, None, "no layer leaves rows unfinished")
         if len(self.seconds) < len(TURNS) or self.group is None:
             return None
-        by_rank = exchange(
-            self.group, "the decision of COC_REGION=auto", {"seconds": self.seconds}, DisagreementError, topic="region"
+        mine = {"seconds": self.seconds, "host": self.host if self._runs_ahead else []}
+        by_rank = exchange(self.group, "the decision of COC_REGION=auto", mine, DisagreementError, topic="region")
+        seconds, host = (
+            [max(turn) for turn in zip(*(each[name] for each in by_rank.values()), strict=True)] for name in mine
         )
-        return decide([max(turn) for turn in zip(*(each["seconds"] for each in by_rank.values()), strict=True)])
+        return decide(seconds, host)
 
 
-def now(like: torch.Tensor) -> float:
-    """Return a monotonic time in seconds, once the accelerator that holds `like` has done its work."""
-    if like.device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(like.device)
-    return time.perf_counter()
+def now(like: torch.Tensor) -> Instant:
+    """Return when the host came here, and when the accelerator that holds `like` had done its work."""
+    host = time.perf_counter()
+    finish(like.device)
+    return Instant(host, time.perf_counter())

@@ -141,7 +141,7 @@ def usual_backend(device: str) -> Backend:
 def unknown(name: str, device: str) -> Backend:
     """Return the row of a backend of which nothing is known, and say so once on rank 0."""
     if dist.is_initialized() and dist.get_rank() == 0:
-        log.info(
+        log.warning(
             "backend %r on %s is not known to this package: its collectives are taken to run at the same time, and its "
             "gathers to need a buffer; known: %s",
             name,

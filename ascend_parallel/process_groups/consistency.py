@@ -100,12 +100,7 @@ def exchange(
     others' next exchange.
     """
     me = dist.get_rank()
-    if is_capturing():
-        raise error(
-            f"rank {me} has come to {place} while a graph is captured, where ranks cannot talk to each other: run the "
-            "same steps without capture first, as a warm-up (with COC_PARALLEL_NUM=auto, COC_TUNE or COC_REGION=auto "
-            "until the log says what they chose)"
-        )
+    refuse_while_capturing(place, error)
     if dist.get_backend(group) == "fake":  # the other ranks do not exist
         return {me: dict(value)}
     topic = f"{error.__name__} {topic}"
@@ -129,6 +124,16 @@ def exchange(
 def absence(group: dist.ProcessGroup, place: str, missing: list[int], seconds: float, hint: str) -> str:
     """Return which ranks of `group` have not come to a place in the program; hint: why they may be missing."""
     return f"rank {listed(missing)} of {describe(group)} has not come to {place} within {seconds:g} s: {hint}"
+
+
+def refuse_while_capturing(place: str, error: type[RuntimeError]) -> None:
+    """Raise `error` while a graph is captured; `place` is where ranks wait for each other or for their devices."""
+    if is_capturing():
+        raise error(
+            f"rank {dist.get_rank()} has come to {place} while a graph is captured, where ranks cannot talk to each "
+            "other: run the same steps without capture first, as a warm-up (with COC_PARALLEL_NUM=auto, COC_TUNE or "
+            "COC_REGION=auto until the log says what they chose)"
+        )
 
 
 def is_capturing() -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import as_backend
+from logged import logged
 from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,15 +122,24 @@ def test_all_gather_is_bit_exact_on_any_number_of_ranks(group):
         assert torch.equal(whole, ops.all_gather_matmul(x_r, w_r, group, num_chunks=chunks)[0]), chunks
 
 
-@pytest.mark.sample("nccl-3", "hccl-3")
+@pytest.mark.sample("nccl-3", "hccl-3", "unknown-3")
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", ["nccl", "hccl"])
+@pytest.mark.parametrize("name", ["nccl", "hccl", "unknown"])
 @on_ranks()
 def test_the_way_of_a_backend_that_does_not_block_the_host(group, name):
     """Strided batches, gathers without lists, the backend's own reduce-scatter."""
     with as_backend(name, group):
         every_case(group, torch.float32)
         strided_cases(group)
+
+
+@on_ranks(2)
+def test_a_backend_without_a_row_is_said_once_on_rank_0(group):
+    with logged(lambda record: record.getMessage()) as lines, as_backend("unknown", group):
+        for rows in (64, 128):
+            ops.matmul_all_reduce(torch.ones(rows, 8), torch.ones(8, 8), group, num_chunks=2)
+    said = [line for line in lines if line.startswith("backend 'gloo' on cpu is not known to this package")]
+    assert len(said) == (group.rank() == 0)
 
 
 @on_ranks(2)

@@ -1,13 +1,11 @@
 """What a layer asks of a device whose backend does not block the host: collectives, matmuls, copies, calls of torch."""
 
-from unittest import mock
-
 import pytest
 import torch
 from backends import GroupedSends, as_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ascend_parallel import CollectiveError, Settings, column_linear, row_linear
+from ascend_parallel import Settings, column_linear, row_linear
 
 CHUNKS, ROWS, K, N = 4, 256, 32, 48
 MATMULS = ("aten::mm", "aten::bmm", "aten::addmm")
@@ -107,24 +105,3 @@ def test_a_device_gets_few_launches_and_no_copies(ranks, kind, sequence_parallel
             assert each["copies"] == copies, each
             if count == 2:
                 assert each["calls"] <= WITH_LISTS[kind, sequence_parallel][weight_gradient], each
-
-
-def captured_first(group):
-    """Run a layer in chunks for the first time while a graph is captured; then warm up, and again."""
-    from ascend_parallel.process_groups import consistency
-
-    forward, *_ = layer(group, "row", False, CHUNKS)
-    with as_backend("nccl", group):
-        with mock.patch.object(consistency, "is_capturing", lambda: True), pytest.raises(CollectiveError) as raised:
-            forward()
-        forward()
-        with mock.patch.object(consistency, "is_capturing", lambda: True):
-            forward()  # nothing is asked any more
-    return str(raised.value)
-
-
-def test_a_capture_before_the_warm_up_is_an_error_that_says_so(ranks):
-    for text in ranks(2).run(captured_first):
-        assert "keep the bits" in text
-        assert "while a graph is captured" in text
-        assert "warm-up" in text

@@ -13,7 +13,7 @@ from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, s
 from pool import on_ranks
 
 import ascend_parallel
-from ascend_parallel.patches.region_choice import TURNS
+from ascend_parallel.patches.region_choice import TURNS, Instant
 
 AUTO = {**REGION, "region": "auto"}
 
@@ -29,7 +29,7 @@ class FakeClock:
 
         on = RowParallelLinear.forward.ascend_parallel.region_choice.on
         self.time += self.share if on else 1.0
-        return self.time
+        return Instant(self.time, self.time)
 
 
 def nothing(model, step):

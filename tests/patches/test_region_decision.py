@@ -38,3 +38,18 @@ def test_what_returns_every_second_or_fourth_turn_falls_on_both_ways():
             ways = timed[first::period]
             assert 2 * sum(ways) == len(ways)
     assert set(TURNS[:WARM_UP]) == {False, True}
+
+
+@pytest.mark.parametrize(("busy", "said"), [(0.95, True), (0.5, False)])
+def test_python_that_costs_more_than_it_hides_is_the_reason_that_is_said(busy, said):
+    turns = seconds([(1.0, 3.0)] * 4)
+    decision = decide(turns, [busy * turn for turn in turns])
+    assert not decision.region
+    reason = "regions lose 200.0 %"
+    host = f"; the host is busy with them for {3e3 * busy:.2f} ms: their Python costs more than they hide"
+    assert decision.why == (reason + host if said else reason)
+
+
+def test_what_the_host_takes_decides_nothing():
+    turns = seconds([(1.0, 0.5)] * 4)
+    assert decide(turns, turns) == decide(turns)
