@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,6 @@ from ascend_parallel.ops.multiply import (
     cut_blocks,
     multiply,
     multiply_blocks,
-    rank_blocks,
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -48,9 +48,12 @@ from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_as
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import arriving, is_unfinished
-from ascend_parallel.process_groups.backend import backend_of
+from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 supports = summed_in_backend_order
+
+Blocks = Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+"""For each chunk the rows that are multiplied, and their places in the product."""
 
 EachRows = Callable[[int, slice, torch.Tensor], object]
 """``each(rank, rows, x [m, K])`` is called with the rows `rows` of a rank's M / R once they are gathered."""
@@ -76,12 +79,12 @@ def matmul_all_reduce(
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
     chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
-    matmul = recorded_as(MATMUL, "matmul", multiply)
+    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
     with pending.launching():
         for stop, x_c, y_c in chunks:
             if up_to is not None:
                 up_to(stop)
-            matmul(x_c, w, y_c, row_tile)
+            matmul((x_c,), w, (y_c,), row_tile)
             for addend in addends:
                 compute(BESIDE, "add", y_c.add_, addend[stop - y_c.shape[0] : stop])
             pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
@@ -141,8 +144,8 @@ def matmul_reduce_scatter(
     Chunk i holds the i-th slice of every rank's M / R rows, so its reduce-scatter writes the i-th slice of the
     result in place.
 
-    Nothing is sent before `after` is done: on a backend that runs collectives concurrently, these would slow
-    `after` down. `order` is that of the sum over ranks (ops/collectives.py).
+    Nothing is sent before `after` is done, where a backend runs collectives concurrently: these would slow `after`
+    down. `order` is that of the sum over ranks (ops/collectives.py).
     """
     ranks, (k, n) = group.size(), w.shape
     x_m, up_to = arriving(x_m, ranks)
@@ -152,16 +155,21 @@ def matmul_reduce_scatter(
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
     computed: list[tuple[StartScatter, torch.Tensor]] = []
     matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
-    batched = backend_of(group, x_m.device).launches and not row_tile
+    backend = backend_of(group, x_m.device)
+    if not backend.concurrent or backend.gathers == SENDS:  # in order anyway: a connection carries sends in turn
+        after = None
+    batched = backend.launches and not row_tile
     if batched and isinstance(w, torch.Tensor):
         w = w.expand(ranks, k, n)
     with pending.launching():
         starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
-        inputs = cut_blocks(rank_blocks(x_m.view(ranks, rows, k), batched), sizes)
-        outputs = torch.split_with_sizes(partial, [ranks * size for size in sizes])
-        blocks = _rank_blocks_of(partial, outputs, sizes, ranks, batched)
-        chunks = zip(starts, accumulate(sizes), inputs, outputs, blocks, sizes, strict=True)
-        for start, stop, x_blocks, y_c, y_blocks, size in chunks:
+        outputs = torch.split_with_sizes(partial, _cuts(sizes, ranks).chunks)
+        if batched:
+            blocks = _batches(x_m.view(ranks, rows, k), outputs, sizes)
+        else:
+            blocks = _rank_blocks(x_m, partial, sizes, ranks)
+        chunks = zip(starts, accumulate(sizes), blocks, outputs, sizes, strict=True)
+        for start, stop, (x_blocks, y_blocks), y_c, size in chunks:
             if up_to is not None:
                 up_to(stop)
             matmul(x_blocks, w, y_blocks, row_tile)
@@ -181,14 +189,30 @@ def matmul_reduce_scatter(
     return pending
 
 
-def _rank_blocks_of(
-    partial: torch.Tensor, chunks: Sequence[torch.Tensor], sizes: Sizes, ranks: int, batched: bool
-) -> Iterable[Sequence[torch.Tensor]]:
-    """Return the ranks' rows of each chunk of `partial` [M, N] as `rank_blocks` does; all are cut at once."""
-    if batched:
-        return [[y_c.view(ranks, size, y_c.shape[1])] for size, y_c in zip(sizes, chunks, strict=True)]
-    pieces = iter(torch.split_with_sizes(partial, [size for size in sizes for _ in range(ranks)]))
-    return zip(*[pieces] * ranks, strict=True)
+class _Cuts(NamedTuple):
+    """The rows of each chunk of all ranks, and of each rank in each chunk, in the order of the chunks."""
+
+    chunks: Sizes
+    pieces: Sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts(sizes: Sizes, ranks: int) -> _Cuts:
+    return _Cuts(tuple(ranks * size for size in sizes), tuple(size for size in sizes for _ in range(ranks)))
+
+
+def _rank_blocks(x_m: torch.Tensor, partial: torch.Tensor, sizes: Sizes, ranks: int) -> Blocks:
+    """Return each rank's block of each chunk: x_m [M, K] has rank after rank, `partial` [M, N] chunk after chunk."""
+    count, places = len(sizes), torch.split_with_sizes(partial, _cuts(sizes, ranks).pieces)
+    blocks = torch.split_with_sizes(x_m, sizes * ranks)
+    return [(blocks[index::count], places[ranks * index : ranks * (index + 1)]) for index in range(count)]
+
+
+def _batches(x_r_m: torch.Tensor, outputs: Sequence[torch.Tensor], sizes: Sizes) -> Blocks:
+    """Return one batch [R, c, K] of x_r_m [R, M / R, K] for each chunk, whose product is the chunk [R c, N]."""
+    ranks = x_r_m.shape[0]
+    chunks = zip(torch.split_with_sizes(x_r_m, sizes, 1), outputs, sizes, strict=True)
+    return [((x_c,), (y_c.view(ranks, size, y_c.shape[1]),)) for x_c, y_c, size in chunks]
 
 
 def all_gather_matmul(

@@ -47,7 +47,8 @@ class LazyRows:
         another stream has waited for that call, and knows nothing of readers that came between.
         """
         if self._stream is None or (current := torch.accelerator.current_stream()) == self._stream:
-            self._fill_up_to(stop)
+            if not self.finished and self.filled < stop:
+                self._fill_up_to(stop)
             return
         torch.accelerator.set_stream(self._stream)
         try:

@@ -65,17 +65,7 @@ ALONE = (MultipliedRows, NoProduct)
 
 def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tensor, row_tile: int = 0) -> None:
     """Write ``x_m @ w`` to y_m: x_m [m, K], w [K, N], y_m [m, N]; in tiles of `row_tile` rows unless that is 0."""
-    if not isinstance(w, torch.Tensor):
-        w.multiply(x_m, y_m, row_tile)
-        return
-    if 0 < row_tile < x_m.shape[0]:
-        w = aligned(w)
-        for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
-            _multiply(x_tile, w, y_tile)
-    elif not w.is_cpu or not (x_m.data_ptr() | w.data_ptr() | y_m.data_ptr()) % ALIGNMENT:
-        torch.mm(x_m, w, out=y_m)
-    else:
-        _multiply(x_m, aligned(w), y_m)
+    multiply_blocks((x_m,), w, (y_m,), row_tile)
 
 
 def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
@@ -113,10 +103,21 @@ def multiply_blocks(
 ) -> None:
     """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K]; w [K, N], or [r, K, N] expanded."""
     for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
-        if x_block.dim() == 2 or not isinstance(w, torch.Tensor):
-            multiply(x_block, w, y_block, row_tile)
-        else:
+        if not isinstance(w, torch.Tensor):
+            w.multiply(x_block, y_block, row_tile)
+        elif x_block.dim() == 3:
             torch.bmm(x_block, w if w.dim() == 3 else w.expand(x_block.shape[0], *w.shape), out=y_block)
+        elif 0 < row_tile < x_block.shape[0]:
+            _multiply_tiles(x_block, aligned(w), y_block, row_tile)
+        elif not w.is_cpu or not (x_block.data_ptr() | w.data_ptr() | y_block.data_ptr()) % ALIGNMENT:
+            torch.mm(x_block, w, out=y_block)
+        else:
+            _multiply(x_block, aligned(w), y_block)
+
+
+def _multiply_tiles(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+    for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
+        _multiply(x_tile, w, y_tile)
 
 
 def rank_blocks(x_r_m: torch.Tensor, batched: bool, but: int | None = None) -> Sequence[torch.Tensor]:

@@ -42,7 +42,6 @@ from ascend_parallel.ops.registry import (
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.ops.unfinished import finished
-from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,17 +149,13 @@ def start_matmul_reduce_scatter(
 
     The `addends` [M, N] are added to this rank's product; fused kernels, which settings alone request, cannot add them.
 
-    `after` is an earlier collective of the same group that must finish first. Most backends run collectives in
-    order; gloo runs them at the same time, so only gloo needs `after`. `layout`, `parts` and `product` as in
+    `after` is an earlier collective of the same group that must finish first, where the backend runs collectives at
+    the same time. `layout`, `parts` and `product` as in
     `start_matmul_all_reduce`.
     """
     with autocast_off(x):
         call = OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts, product=product)
         x_m, right, choice = _prepare(call)
-        if after is not None:
-            backend = backend_of(group, x.device)
-            if not backend.concurrent or backend.gathers == SENDS:  # a connection carries sends in their order
-                after = None
         kernel, options = kernel_of(choice), dict(choice.options)
         if product is not None:
             addends = _addends(call, choice)

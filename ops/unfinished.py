@@ -564,22 +564,19 @@ class _Unchanged:
     """A tensor that rows are made of later: it has to be then as it is now."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version, self._bytes = tensor, _version(tensor), _bytes(tensor)
+        self._tensor, self._state = tensor, _version_and_bytes(tensor)
 
     def check(self, reader: str) -> None:
-        if (_version(self._tensor), _bytes(self._tensor)) != (self._version, self._bytes):
+        if _version_and_bytes(self._tensor) != self._state:
             raise RuntimeError(
                 f"{reader} of a region reads a tensor of shape {list(self._tensor.shape)} that was changed in place, "
                 "or freed, before the rows of its other operand had come; COC_REGION=0 runs the layers one by one"
             )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return (tensor._value if isinstance(tensor, UnfinishedTensor) else tensor).untyped_storage().nbytes()
+def _version_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    memory = tensor._value if isinstance(tensor, UnfinishedTensor) else tensor
+    return 0 if tensor.is_inference() else tensor._version, memory.untyped_storage().nbytes()
 
 
 class _NotByRows(Exception):

@@ -17,9 +17,10 @@ from ascend_parallel.ops.blocks import BLOCKS
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.operators import autocast_off
 from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
-from ascend_parallel.ops.unfinished import in_backward, may_stay_unfinished, unfinished, whole
+from ascend_parallel.ops.unfinished import in_backward, may_be_filled_later, may_stay_unfinished, unfinished, whole
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.digests import write_digests
 from ascend_parallel.overlap.layer_shape import BACKWARD, LayerShape
@@ -112,9 +113,12 @@ class ParallelLinear:
         """Return the left operand of forward: x, or x rounded to int8."""
         return x if self.input_grain is None else compute(BESIDE, "quantise", quantise_rows, x, self.input_grain)
 
-    def settings_for(self, direction: str, rows: torch.Tensor, weight: torch.Tensor) -> Settings:
-        """Return the settings of a pass whose rows may be left: of the matmul of `rows` [..., *] and weight [N, K]."""
-        if not self.leaves_rows or self.settings.plan is None:
+    def settings_for(self, direction: str, rows: torch.Tensor, weight: Weight) -> Settings:
+        """Return the settings of a pass, whose rows may be left: of the matmul of `rows` [..., *] and weight [N, K].
+
+        No plan speaks of an int8 weight.
+        """
+        if not self.leaves_rows or self.settings.plan is None or not isinstance(weight, torch.Tensor):
             return self.settings
         (n, k), count = weight.shape, rows.shape[:-1].numel()
         fields = {"k": k, "n": n, "dtype": rows.dtype, "device": rows.device.type}
@@ -128,6 +132,12 @@ class ParallelLinear:
     def may_leave(self, pending: Pending) -> bool:
         """Tell whether the rows of an input gradient may stay unfinished: in a backward that autograd runs."""
         return bool(self.leaves_rows) and in_backward() and may_stay_unfinished(pending.sizes, self.leaves_rows)
+
+    @property
+    def postpones_weight_gradient(self) -> bool:
+        """Whether a weight gradient may come later than the backward, which autograd runs, of its layer."""
+        may_come_later = bool(self.leaves_rows) and in_backward() and may_be_filled_later()
+        return may_come_later and self.weight_gradient.may_come_later
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""

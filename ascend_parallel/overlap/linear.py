@@ -226,7 +226,7 @@ class ColumnLinear(torch.autograd.Function):
         elif layer.reduce_input_grad and weight is not None:
             if layer.before_communicating is not None:
                 layer.before_communicating()
-            settings = layer.settings_for(BACKWARD, dy, weight) if layer.leaves_rows else layer.settings
+            settings = layer.settings_for(BACKWARD, dy, weight)
             pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
             with pending.launching():
                 dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
@@ -323,22 +323,18 @@ def row_forward(
     """Return the sum over ranks of ``x @ w``, or this rank's rows; `product`, of any features, as in `OperatorCall`."""
     if layer.before_communicating is not None:
         layer.before_communicating()
-    group, settings = layer.group, layer.settings
+    group, settings = layer.group, layer.settings_for(FORWARD, x, weight)
     (w, layout), given = _right(weight), x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
-    if layer.leaves_rows and isinstance(weight, torch.Tensor):
-        settings = layer.settings_for(FORWARD, x, weight)
     if not layer.sequence_parallel:
         pending = start_matmul_all_reduce(
             given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
         )
-        y = layer.result(pending) if layer.leaves_rows else pending.wait()
-        return shaped(y, (*x.shape[:-1], features))
+        return shaped(layer.result(pending), (*x.shape[:-1], features))
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     pending = start_matmul_reduce_scatter(given, w, group, settings, layout=layout, parts=layer.parts, product=product)
-    y = layer.result(pending) if layer.leaves_rows else pending.wait()
-    return shaped(y, scattered_shape(x.shape, group.size(), features))
+    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), features))
 
 
 def _right(weight: Weight) -> tuple[Weight, str]:

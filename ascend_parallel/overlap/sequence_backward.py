@@ -15,7 +15,7 @@ from ascend_parallel.ops.operators import (
 )
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.ops.unfinished import finished, in_backward, may_be_filled_later, postponed, unfinished
+from ascend_parallel.ops.unfinished import UnfinishedTensor, postponed, unfinished
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import BACKWARD
 
@@ -67,7 +67,7 @@ def start_column_backward(
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        scattering = layer.settings_for(BACKWARD, dy, weight) if layer.leaves_rows else settings
+        scattering = layer.settings_for(BACKWARD, dy, weight)
         pending = start_matmul_reduce_scatter(
             dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
         )
@@ -93,7 +93,7 @@ def gradients_under(
     kept: x or its rows, None without dw; ``gathered()`` returns whole x. If dx may be unfinished, dw is postponed: it
     then runs under the collectives that wait for rows of dx, too.
     """
-    if not (layer.leaves_rows and layer.may_leave(pending_dx)):
+    if not layer.may_leave(pending_dx):
         dw = weight_gradient_of(layer, gathered(), dy)
         return pending_dx.wait(), dw
     dx = unfinished(pending_dx, layer.leaves_rows, "region backward")
@@ -128,10 +128,16 @@ def weight_gradient_of(
     """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
     if x is None:
         return None
-    x_m, dy_m = rows_of(finished(x).contiguous()), rows_of(finished(dy).contiguous())
+    x_m, dy_m = _finished_rows(x), _finished_rows(dy)
     product = layer.settings.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
     blocks = () if product is None else (product,)  # a program's own class may not take any
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, *blocks)
+
+
+def _finished_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] as contiguous rows [M, K], all of them there."""
+    x = (x.finished() if isinstance(x, UnfinishedTensor) else x).contiguous()
+    return x if x.ndim == 2 else rows_of(x)
 
 
 def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
@@ -152,9 +158,9 @@ def postponed_weight_gradient(
     """
     if kept is None:
         return None
-    if not (layer.leaves_rows and in_backward() and may_be_filled_later() and layer.weight_gradient.may_come_later):
+    if not layer.postpones_weight_gradient:
         return weight_gradient_of(layer, kept if gathered is None else gathered(), dy)
-    dy_m = rows_of(finished(dy).contiguous())
+    dy_m = _finished_rows(dy)
     dw = kept.new_empty(dy_m.shape[1], kept.shape[-1])
 
     def write() -> None:
