@@ -70,8 +70,9 @@ REMAINS = {
     "training.rank_watch.dist": MACHINE,
     "tuning.launch.link.missing_right": MACHINE,
     "tuning.launch.user_namespaces.HOLDER": PLANTED,
-    "tuning.measured.part_groups.time": MEASURED,
+    "tuning.measured.part_groups.seconds_of": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
+    "tuning.measured.tuner.MeasuredParts.of": MEASURED,
     "tuning.measured.tuner.Tuner.chunks_for": MEASURED,
     "tuning.measured.tuner.confirmed": MEASURED,
 }

@@ -199,7 +199,7 @@ def one_gather_wins(group, tune):
         as_backend("nccl", group),
         mock.patch.object(pass_times.TimedLinear, "time_sizes", clock),
         mock.patch.object(MeasuredParts, "of", alike),
-        mock.patch.object(tuner, "cached_plan", lambda machine: Path("/no/such/plan.json")),
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": "/no/such/cache"}),
         logged(lambda record: record.getMessage()) as lines,
     ):
         found = Tuner(Settings(tune=tune, auto=tune is None))
