@@ -2,13 +2,17 @@
 
 import copy
 import logging
+import os
 import warnings
+from unittest import mock
 
+import hugging_face
 import pytest
 import torch
 from gpt_training import REGION, megatron
 from hugging_face import unequal
 from layers import Layers
+from logged import logged
 from megatron_cpu import finalize_gradients, next_token_loss, small_gpt
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,12 +101,16 @@ def compiled_away(group):
     warnings.simplefilter("ignore")
     with megatron(group.size()):
         plain, stock, _, _ = gpt({"num_chunks": 1}, "eager", True)
-        return stock, equal(plain, (own := gpt({"num_chunks": 4, "compiled": "original"}, "eager", True))[0]), own[1:]
+        with logged() as lines:
+            own, *rest = gpt({"num_chunks": 4, "compiled": "original"}, "eager", True)
+        return stock, equal(plain, own), rest, [line for line in lines if line.endswith("compiled: the original runs")]
 
 
 @pytest.mark.slow  # those of torch's styles are not
 def test_originals_of_megatron_are_compiled_on_request_and_not_counted(ranks):
-    for stock, same_bits, (graphs, chunks, covered) in ranks(2).run(compiled_away):
+    for rank, (stock, same_bits, (graphs, chunks, covered), said) in enumerate(ranks(2).run(compiled_away)):
+        names = sorted(line.split()[0] for line in said)
+        assert names == (["ColumnParallelLinear", "RowParallelLinear"] if rank == 0 else [])
         assert same_bits
         assert all(ours <= own for ours, own in zip(graphs[-1], stock[-1], strict=True))
         assert chunks == 2 * 4 * 3  # the output layer's gather, forward and backward
@@ -197,6 +205,46 @@ def test_compiled_blocks_of_torchs_styles(ranks, plan):
         assert graphs[0][1] > 0
         assert chunks > original[1]
         assert covered.startswith(f"{14 + ends} of 15 linear layers covered")
+
+
+def hugging_face_run(group, path, value, num_chunks=4, **options):
+    """Train a model of transformers with a tp_plan, each of its blocks compiled."""
+    with mock.patch.dict(os.environ, COC_COMPILE=value), warnings.catch_warnings(action="ignore"):
+        model = hugging_face.load(group, path)
+        ascend_parallel.configure(num_chunks=num_chunks)
+        for block in model.model.layers:
+            block.compile(backend="eager", **options)
+        with logged() as lines:
+            found = counted(lambda: hugging_face.step(model))
+        covered = str(ascend_parallel.coverage(model))
+        ascend_parallel.configure(num_chunks=1)
+    return *found, covered, [line for line in lines if "compiled" in line]
+
+
+def transformers_blocks(group, path):
+    plain, stock, *_ = hugging_face_run(group, path, "auto", 1)
+    found = {value: hugging_face_run(group, path, value) for value in ("auto", "original", "overlap")}
+    found["overlap, fullgraph"] = hugging_face_run(group, path, "overlap", fullgraph=True)
+    return stock, {name: (unequal(plain, values), *rest) for name, (values, *rest) in found.items()}
+
+
+def test_compiled_blocks_of_transformers(ranks, tmp_path):
+    """COC_COMPILE=auto, original and fullgraph=True: one graph of originals; overlap: the layers between graphs."""
+    pytest.importorskip("transformers", "5.16")
+    for rank, (stock, found) in enumerate(ranks(2).run(transformers_blocks, hugging_face.write(tmp_path, "Llama"))):
+        assert {name: different for name, (different, *_) in found.items() if different} == {}
+        for name in ("auto", "original", "overlap, fullgraph"):
+            _, graphs, chunks, covered, lines = found[name]
+            assert graphs == stock
+            assert chunks == 2 * 4 * 3  # the output layer is not compiled: forward and backward, chunks, steps
+            assert covered.startswith("1 of 15 linear layers covered (14 Linear: compiled: the original runs")
+            assert len(lines) == (rank == 0)
+        _, graphs, chunks, covered, lines = found["overlap"]
+        assert graphs[0][1] > stock[0][1]
+        assert len(set(graphs[1:])) == 1
+        assert chunks > 2 * 4 * 3
+        assert covered.startswith("15 of 15 linear layers covered")
+        assert lines == []
 
 
 @pytest.mark.parametrize("value", ["graph", ""])

@@ -12,7 +12,9 @@ from megatron_cpu import next_token_loss, small_gpt
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
@@ -180,8 +182,6 @@ class Disabled(nn.Linear):
 
 
 def checkpointed(model):
-    from torch.utils.checkpoint import checkpoint
-
     for block in model.layers:
         own = block.forward
         block.forward = functools.partial(checkpoint, own, use_reentrant=False)
@@ -270,41 +270,58 @@ def test_a_class_swap_has_no_tree(group):
 class AdaptedLinear(nn.Module):
     """A wrapper of a layer of Megatron-core, with adapters as PEFT's LoraParallelLinear has them."""
 
-    def __init__(self, base, layers, column):
+    dropout, enabled = 0.0, True
+
+    def __init__(self, base, layers, count=1):
         super().__init__()
         self.base_layer = base
-        options = {"config": base.config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
-        if column:
-            self.a = nn.Linear(base.input_size, RANK, bias=False)
-            self.b = layers.ColumnParallelLinear(RANK, base.output_size, **options)
-        else:
-            self.a = layers.RowParallelLinear(base.input_size, RANK, input_is_parallel=True, **options)
-            self.b = nn.Linear(RANK, base.output_size, bias=False)
-        with torch.no_grad():
-            for part in self.parameters():
-                if part.numel() < base.weight.numel():
-                    part.normal_(generator=torch.Generator().manual_seed(part.numel()), std=0.2)
+        self.adapters = nn.ModuleList(narrow_pair(base, layers, seed) for seed in range(count))
 
     def forward(self, x):
         y, bias = self.base_layer(x)
-        added = narrow(self.a, self.b, x)
         self.on_their_way = is_unfinished(y)
-        return y + added, bias
+        return self.adapted(y, x), bias
+
+    def adapted(self, y, x):
+        for index, (a, b) in enumerate(self.adapters if self.enabled else ()):
+            torch.manual_seed(index)  # alike on all ranks, plain and overlapped
+            y = y + output_of(b, output_of(a, F.dropout(x, self.dropout)))
+        return y
+
+    def merge(self, sign=1):
+        """Add the adapters to the base's weight, or take them away, as PEFT's merge and unmerge do."""
+        self.enabled = sign < 0
+        with torch.no_grad():
+            for a, b in self.adapters:
+                self.base_layer.weight += sign * (b.weight @ a.weight)
 
 
-def narrow(a, b, x):
-    for part in (a, b):
-        x = part(x)
-        x = x[0] if isinstance(x, tuple) else x
-    return x
+def output_of(part, x):
+    y = part(x)
+    return y[0] if isinstance(y, tuple) else y  # without the bias, of Megatron-core's layers
+
+
+def narrow_pair(base, layers, seed):
+    """Return A and B of an adapter: the one beside the collective's end is parallel."""
+    options = {"config": base.config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
+    if isinstance(base, layers.ColumnParallelLinear):
+        a = nn.Linear(base.input_size, RANK, bias=False)
+        b = layers.ColumnParallelLinear(RANK, base.output_size, **options)
+    else:
+        a = layers.RowParallelLinear(base.input_size, RANK, input_is_parallel=True, **options)
+        b = nn.Linear(RANK, base.output_size, bias=False)
+    with torch.no_grad():
+        for weight in (a.weight, b.weight):
+            weight.normal_(generator=torch.Generator().manual_seed(weight.numel() + seed), std=0.2)
+    return nn.ModuleList([a, b])
 
 
 def by_class(layers):
-    """Return the classes whose forward adds what `a` and `b`, lists that are no modules, give."""
+    """Return the classes whose forward adds what the adapters, which are no modules of the model, give."""
 
     def forward(self, x):
         y, bias = super(type(self), self).forward(x)
-        return y + narrow(*self.adapter, x), bias
+        return self.adapter[0].adapted(y, x), bias
 
     return {
         base: type(f"LoRA{base.__name__}", (base,), {"forward": forward})
@@ -312,33 +329,43 @@ def by_class(layers):
     }
 
 
-def of_megatron(group, sequence_parallel, swaps, settings):
-    """Return the names whose bits differ from plain, the counts, the coverage, and the bases on their way."""
+def adapted_gpt(sequence_parallel, swaps, count=1):
+    """Return a GPT of one layer whose linear layers have adapters, and these."""
     from megatron.core.tensor_parallel import layers
 
+    model, adapted = small_gpt(num_layers=1, hidden=256, sequence_parallel=sequence_parallel), []
+    classes = by_class(layers)
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if type(layer) in classes and name != "output_layer":
+                adapted.append(AdaptedLinear(layer, layers, count))
+                if swaps:
+                    layer.adapter = (adapted[-1],)
+                    layer.__class__ = classes[type(layer)]
+                else:
+                    setattr(parent, name, adapted[-1])
+    return model, adapted
+
+
+def train_gpt(adapted, model):
+    """Return the loss and all gradients of a step, also those of adapters that are no modules of the model."""
+    parameters = {f"{index} {name}": p for index, each in enumerate(adapted) for name, p in each.named_parameters()}
+    parameters |= dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = None
+    loss = next_token_loss(model, torch.randint(256, (4, 65), generator=torch.manual_seed(1)))
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def of_megatron(group, sequence_parallel, swaps, settings):
+    """Return the names whose bits differ from plain, the counts, the coverage, and the bases on their way."""
     with megatron(group.size()):
         ascend_parallel.configure(num_chunks=4)
-        model = small_gpt(num_layers=1, hidden=256, sequence_parallel=sequence_parallel)
-        classes = by_class(layers)
-        for parent in [*model.modules()]:
-            for name, layer in [*parent.named_children()]:
-                if type(layer) in classes and name != "output_layer":
-                    adapter = AdaptedLinear(layer, layers, type(layer) is layers.ColumnParallelLinear)
-                    if swaps:
-                        layer.adapter = (adapter.a, adapter.b)
-                        layer.__class__ = classes[type(layer)]
-                    else:
-                        setattr(parent, name, adapter)
-
-        def train(model):
-            model.zero_grad(set_to_none=True)
-            loss = next_token_loss(model, torch.randint(256, (4, 65), generator=torch.manual_seed(1)))
-            loss.backward()
-            found = {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
-            return {"loss": loss.detach(), **found}
-
+        model, adapted = adapted_gpt(sequence_parallel, swaps)
         COUNTS.clear()
-        plain, overlapped = both(model, train, **settings)
+        plain, overlapped = both(model, functools.partial(train_gpt, adapted), **settings)
         counts = COUNTS.as_dict()
         ascend_parallel.configure(num_chunks=4)
         waiting = [name for name, module in model.named_modules() if getattr(module, "on_their_way", False)]
@@ -368,3 +395,139 @@ def test_in_regions_a_wrappers_adapter_runs_under_the_rows_of_its_base(ranks, se
     for different, _, _, waiting in ranks(2).run(of_megatron, sequence_parallel, False, REGION):
         assert different == []
         assert {"linear_proj", "linear_fc2"} <= {name.rpartition(".")[2] for name in waiting}
+
+
+def states_on_megatron(group, swaps):
+    """Return for each state of two adapters the names whose bits differ from plain, their error, and the loss."""
+    found = {}
+    with megatron(group.size()):
+        ascend_parallel.configure(num_chunks=4)
+        model, adapted = adapted_gpt(True, swaps, count=2)
+        layer = model.decoder.layers[0]
+
+        def compared_in(state):
+            plain, overlapped = both(model, functools.partial(train_gpt, adapted))
+            found[state] = unequal(plain, overlapped), worst(overlapped, plain), len(plain), float(overlapped["loss"])
+
+        def set_all(**attributes):
+            for each in adapted:
+                vars(each).update(attributes)
+
+        compared_in("two adapters")
+        set_all(dropout=0.1)
+        compared_in("dropout")
+        own = layer.forward
+        layer.forward = functools.partial(checkpoint, own, use_reentrant=False)
+        compared_in("checkpointed")
+        layer.forward = own
+        set_all(dropout=0.0, enabled=False)
+        compared_in("disabled")
+        set_all(enabled=True)
+        for each in adapted:
+            each.merge()
+        compared_in("merged")
+        for each in adapted:
+            each.merge(-1)
+            each.base_layer.weight.requires_grad_(False)
+        compared_in("unmerged, frozen base")
+    return found
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["wrapper", "class"])
+def test_states_of_adapters_on_megatron_keep_the_bits(ranks, swaps):
+    for found in ranks(2).run(states_on_megatron, swaps):
+        assert {state: different for state, (different, *_) in found.items() if different} == {}
+        losses = {state: loss for state, (*_, loss) in found.items()}
+        gradients = {state: count for state, (_, _, count, _) in found.items()}
+        assert len({losses[state] for state in ("two adapters", "dropout", "disabled")}) == 3
+        assert losses["checkpointed"] == losses["dropout"]
+        assert losses["merged"] == pytest.approx(losses["unmerged, frozen base"], rel=1e-5)
+        assert gradients["merged"] == gradients["disabled"] == gradients["two adapters"] - 4 * 2 * 2
+        assert gradients["unmerged, frozen base"] == gradients["two adapters"] - 4
+
+
+@pytest.mark.slow
+def test_states_of_adapters_on_megatron_with_four_ranks(ranks):
+    for found in ranks(4).run(states_on_megatron, False):
+        assert all(error < 2e-5 for _, (error, _), *_ in found.values()), found
+
+
+class Switched(LoRALinear):
+    """Merges its adapter into the weight, or leaves it out, as PEFT's layers do."""
+
+    state = "enabled"
+
+    def forward(self, x):
+        if self.state == "merged":
+            return F.linear(x, self.weight + 0.5 * (self.first_b @ self.first_a))
+        return nn.Linear.forward(self, x) if self.state == "disabled" else super().forward(x)
+
+
+def switched(group, plan):
+    """Return for each state the names whose bits differ from plain, the loss, and the chunks of the collectives."""
+    found = {}
+    ascend_parallel.configure(num_chunks=4)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=Switched)
+    for state in ("enabled", "merged", "disabled", "unmerged"):
+        Switched.state = state
+        COUNTS.clear()
+        plain, overlapped = both(model, step)
+        counts = {name: count["chunks"] for name, count in COUNTS.as_dict().items()}
+        found[state] = unequal(plain, overlapped), float(plain["loss"]), counts
+    return found
+
+
+def test_adapters_that_are_merged_or_disabled_keep_the_bits(ranks):
+    for found in ranks(2).run(switched, "sequence"):
+        assert {state: different for state, (different, _, _) in found.items() if different} == {}
+        losses = {state: loss for state, (_, loss, _) in found.items()}
+        assert losses["merged"] == pytest.approx(losses["enabled"], rel=1e-5)
+        assert losses["disabled"] != losses["enabled"] == losses["unmerged"]
+        chunks = {state: sum(counts.values()) for state, (_, _, counts) in found.items()}
+        assert chunks["merged"] < chunks["disabled"] == chunks["enabled"] == chunks["unmerged"]
+
+
+def counted_hooks(group):
+    """Return how often hooks of parameters ran in two micro-batches, and what FSDP2 gives that plain does not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=1, hidden=96, inner=192, heads=4), mesh["tp"], "sequence")
+    model = adapted(model, mesh=mesh["tp"], frozen=False)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    ran = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
+    plain, overlapped = both(model, functools.partial(step, micro_batches=2))
+    return unequal(plain, overlapped), [ran.count(name) for name, _ in model.named_parameters()]
+
+
+def test_hooks_of_fsdp_run_once_for_an_adapted_layer(ranks):
+    for different, ran in ranks(4).run(counted_hooks):
+        assert different == []
+        assert set(ran) == {2 * 2}  # micro-batches, plain and overlapped
+
+
+@on_ranks(2)
+def test_megatrons_data_parallel_hooks_run_once_for_an_adapted_layer(group):
+    """Its overlapped reductions refuse a parameter whose hook runs twice."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    for swaps in (False, True):
+        runs = []
+        with megatron(group.size()):
+            for chunks in (1, 4):
+                ascend_parallel.configure(num_chunks=chunks)
+                model, _ = adapted_gpt(True, swaps)
+                config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
+                wrapped, ran = DistributedDataParallel(model.config, config, model), []
+                for name, parameter in wrapped.named_parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name, ran=ran: ran.append(name))
+                wrapped.zero_grad_buffer()
+                next_token_loss(wrapped, torch.randint(256, (4, 65), generator=torch.manual_seed(1))).backward()
+                finalize_model_grads([wrapped])
+                assert len(ran) == len(set(ran)) == len([*wrapped.parameters()])
+                runs.append({name: p.main_grad.clone() for name, p in wrapped.named_parameters()})
+        assert unequal(*runs) == []

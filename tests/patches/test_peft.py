@@ -17,7 +17,7 @@ pytest.importorskip("transformers", "5.17", reason="peft shards adapters beside 
 
 import peft
 import transformers
-from hugging_face import Written, count_of, launched_by, tokens, unequal, whole, worst
+from hugging_face import Written, both, count_of, launched_by, step, tokens, unequal, whole, worst
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 BATCHES = 2
@@ -117,3 +117,56 @@ def test_row_parallel_targets_have_the_gradients_of_the_whole_model(ranks, path)
     for _, (error, where), _, covered in ranks(2).run(trained, path("Llama"), targets, False):
         assert error < 5e-4, (error, where)
         assert covered == "25 of 25 linear layers covered; 10 replicated adapters communicate nothing"
+
+
+def states(group, path):
+    """Return for each state of two adapters the names whose bits differ from plain, the loss, and the gradients."""
+    found = {}
+    with launched_by(group), warnings.catch_warnings(action="ignore"):
+        ascend_parallel.configure(num_chunks=4)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, tp_plan="auto")
+        config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+        model = peft.get_peft_model(model, config)
+        model.add_adapter("second", config)
+        model.base_model.set_adapter(["default", "second"])
+        known(model)
+
+        def compared_in(state):
+            plain, overlapped = both(model, seeded)
+            found[state] = unequal(plain, overlapped), float(plain["loss"]), len(plain) - 1
+
+        compared_in("two adapters, dropout")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compared_in("checkpointed")
+        model.gradient_checkpointing_disable()
+        with model.disable_adapter():
+            model.get_input_embeddings().weight.requires_grad_(True)  # something has to be trained
+            compared_in("disabled")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        compared_in("no dropout")
+        model.base_model.merge_adapter()
+        compared_in("merged")
+        model.base_model.unmerge_adapter()
+        compared_in("unmerged")
+    return found
+
+
+def seeded(model):
+    torch.manual_seed(5)  # dropout alike on all ranks, plain and overlapped
+    return step(model)
+
+
+def test_states_of_adapters_keep_the_bits(ranks, path):
+    for found in ranks(2).run(states, path("Llama")):
+        assert {state: different for state, (different, _, _) in found.items() if different} == {}
+        losses = {state: loss for state, (_, loss, _) in found.items()}
+        assert losses["checkpointed"] == losses["two adapters, dropout"] != losses["no dropout"]
+        assert losses["disabled"] != losses["no dropout"]
+        assert losses["merged"] == pytest.approx(losses["no dropout"], rel=1e-5)
+        assert losses["unmerged"] == pytest.approx(losses["no dropout"], rel=1e-5)
+        counts = {state: count for state, (_, _, count) in found.items()}
+        # layers, targets, adapters, A and B
+        assert counts["two adapters, dropout"] == counts["checkpointed"] == 2 * 2 * 2 * 2
+        assert counts["disabled"] == 1
