@@ -17,6 +17,7 @@ from ascend_parallel.patches.megatron import every_degree as megatron_every_degr
 from ascend_parallel.patches.megatron import experts as megatron_experts
 from ascend_parallel.patches.megatron import seam as megatron_core
 from ascend_parallel.patches.mindspeed import context as mindspeed_context
+from ascend_parallel.patches.mindspeed import experts as mindspeed_experts
 from ascend_parallel.patches.mindspeed import layernorm_column
 from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam, say_once
 from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
@@ -34,6 +35,7 @@ MEGATRON = megatron_core.seam(
     megatron_context.ON_TOP,
     layernorm_column.ON_TOP,
     mindspeed_context.ON_TOP,
+    mindspeed_experts.ON_TOP,
     *EVERY_DEGREE,
 )
 SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)

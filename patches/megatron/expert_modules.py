@@ -10,9 +10,12 @@ module's own forward on a view of the module that has the group's experts only:
     TEGroupedMLP     linear_fc1, linear_fc2      views of both with weight0, weight1, ... of the group. Each weight is
                      of weight0 to weight{E-1}   a parameter, and gets its gradient, or its main_grad, once
 
+MindSpeed's MindSpeedGmmExperts has GroupedMLP's weights, and its grouped layers those of TransformerEngine's, beside a
+list of them.
+
 A view is an object of the module's class: methods, hooks and configuration are the module's own, attributes that its
-forward sets are not. Written against megatron-core 0.13 to 0.19, transformer/moe/experts.py, and TransformerEngine's
-module/grouped_linear.py.
+forward sets are not. Written against megatron-core 0.12 to 0.19, transformer/moe/experts.py, TransformerEngine's
+module/grouped_linear.py, and MindSpeed 26.1.0_core_r0.12.1 and core_r0.16.0.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.megatron.conflicts import arguments
 
 EXPERTS = "megatron.core.transformer.moe.experts"
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
+# MindSpeed's classes of experts, and its layers in place of TransformerEngine's.
+MINDSPEED_EXPERTS = "mindspeed.core.transformer.moe.moe_feature.adaptor"
+MINDSPEED_LINEARS = "mindspeed.te.pytorch.module.grouped_linear"
 
 PARAMETERS = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
 # Parameters of TEGroupedMLP's forward since this version, of its fused operation alone.
@@ -40,6 +47,8 @@ RECOMPUTES_ACTIVATION = (0, 16)
 
 # A layer of TEGroupedMLP has one parameter of these names for each expert.
 NUMBERED = re.compile(r"(weight|bias)(\d+)")
+# MindSpeed's layers have the weights in a list, too.
+WEIGHTS = "total_weight"
 
 
 class GroupTokens(NamedTuple):
@@ -120,7 +129,8 @@ def _te_linear(linear: Any, experts: range) -> Any:
         kind, number = NUMBERED.fullmatch(name).groups()  # type: ignore[union-attr]  # uncovered: other names
         if int(number) in experts:
             parameters[f"{kind}{int(number) - experts.start}"] = parameter
-    return _view(linear, parameters, linear._modules, num_gemms=len(experts))
+    own = {WEIGHTS: [parameters[f"weight{index}"] for index in range(len(experts))]} if WEIGHTS in vars(linear) else {}
+    return _view(linear, parameters, linear._modules, num_gemms=len(experts), **own)
 
 
 def _other_te_linears(module: Any) -> str | None:
@@ -128,7 +138,8 @@ def _other_te_linears(module: Any) -> str | None:
     for name, kind in (("linear_fc1", "Column"), ("linear_fc2", "Row")):
         linear = module._modules[name]
         wanted = f"TE{kind}ParallelGroupedLinear"
-        if (type(linear).__module__, type(linear).__name__) != (TE_EXTENSION, wanted):
+        known = {(TE_EXTENSION, wanted), (MINDSPEED_LINEARS, wanted), (MINDSPEED_LINEARS, f"MindSpeed{wanted}")}
+        if (type(linear).__module__, type(linear).__name__) not in known:
             return f"its {name} is {type(linear).__name__}, not {wanted}"
         others = [other for other in linear._parameters if NUMBERED.fullmatch(other) is None]
         if others:
@@ -136,10 +147,25 @@ def _other_te_linears(module: Any) -> str | None:
     return None
 
 
+def _other_gmm(module: Any) -> str | None:
+    """Return what MindSpeed's grouped experts do that cannot be done for a group, or None."""
+    if getattr(module.config, "gemm_gradient_accumulation_fusion", False):
+        return (
+            "MindSpeed's kernel adds the weight gradients of all experts to one main_grad "
+            "(--gemm-gradient-accumulation-fusion)"
+        )
+    if getattr(arguments(), "recompute_activation_function", False):
+        return "MindSpeed recomputes its experts' activation (--recompute-activation-function)"
+    if getattr(module.config, "qat_scheme", None):
+        return "its experts' weights are quantised in training (--qat-scheme)"
+    return None
+
+
 MODULES = {
     (EXPERTS, "SequentialMLP"): ExpertModule(_sequential),
     (EXPERTS, "GroupedMLP"): ExpertModule(_grouped, _grouped_weights),
     (EXPERTS, "TEGroupedMLP"): ExpertModule(_te_grouped, uncovered=_other_te_linears),
+    (MINDSPEED_EXPERTS, "MindSpeedGmmExperts"): ExpertModule(_grouped, _grouped_weights, uncovered=_other_gmm),
 }
 
 
@@ -155,6 +181,16 @@ def uncovered_module(module: Any) -> str | None:
 def weights_of(module: Any) -> list[torch.Tensor]:
     """Return the weights [E, ...] of a covered module whose groups get their parts; empty: it has one per expert."""
     return MODULES[type(module).__module__, type(module).__name__].weights(module)
+
+
+def with_all_experts(module: Any, rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of a call of all experts, for other parameters than the module's (`functional_call`).
+
+    MindSpeed's layers read their weights from a list of the module's: a view has a list of the present ones.
+    """
+    if any(WEIGHTS in vars(linear) for linear in module.children()):
+        counts = GroupTokens(counts.tolist(), range(module.num_local_experts), (), last=False)
+    return rows, counts, probs
 
 
 def make_experts_forward(original: Function, view: Callable[[Any, GroupTokens], Any]) -> Function:

@@ -9,8 +9,9 @@ summed too, so that every bit stays.
     experts               `run_experts`: rows to the experts' ranks and back; the shared expert under them
     combine               unpermutes and adds the shared expert's result, as Megatron's does
 
-Written against megatron-core 0.13 to 0.19, transformer/moe/moe_layer.py, token_dispatcher.py, shared_experts.py and
-experts.py. Older versions have no such parts: their layers run the original.
+Written against megatron-core 0.12 to 0.19, transformer/moe/moe_layer.py, token_dispatcher.py, shared_experts.py and
+experts.py. Older versions run the original. In 0.12 the dispatcher has permutation, all-to-all and sort in one method,
+and their inverse in another; it is told there that the group of the all-to-all has one rank.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange
 from ascend_parallel.ops.problem import experts_problem
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.overlap.split_experts import SplitExperts
 from ascend_parallel.patches.base import Function, Patch, PatchSet, WatchedNames, defined_in, names_of_method
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
@@ -46,6 +48,7 @@ from ascend_parallel.patches.megatron.expert_modules import (
     make_experts_forward,
     uncovered_module,
     weights_of,
+    with_all_experts,
 )
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
@@ -56,7 +59,7 @@ from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 MODULE = "megatron.core.transformer.moe.moe_layer"
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 SHARED = "megatron.core.transformer.moe.shared_experts"
-FIRST = (0, 13)
+FIRST = (0, 12)
 
 # Methods whose work a replacement repeats or skips, by class; a version need not have all of them.
 REPEATED = {
@@ -68,6 +71,8 @@ REPEATED = {
         "token_combine",
         "combine_postprocess",
         "_maybe_dtoh_and_synchronize",
+        "token_permutation",  # these two are of 0.12
+        "token_unpermutation",
     ),
 }
 
@@ -99,6 +104,14 @@ MINDSPEED = {
     "moe_tp_extend_ep": "--moe-tp-extend-ep",
     "moe_alltoall_mc2": "--moe-alltoall-mc2",
 }
+
+
+class OneRank:
+    """Stands for the group of an all-to-all with one rank, which sends nothing."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
 
 
 def forward_parameters(version: tuple[int, ...]) -> tuple[str, ...]:
@@ -151,7 +164,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         reason = _uncovered_on_all_ranks(self, megatron)
         if reason is None:
-            reason = megatron.reason_of_any(self.ep_group, _replaced_methods(self), hidden_states.device)
+            reason = megatron.reason_of_any(_all_ranks(self), _replaced_methods(self), hidden_states.device)
         if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
             reason = "it is called for a part of its work (intermediate_tensors)"
         if reason is not None:
@@ -174,13 +187,13 @@ def uncovered(layer: Any, megatron: Megatron) -> str | None:
 def _uncovered_on_all_ranks(layer: Any, megatron: Megatron) -> str | None:
     """Return the reason, or None, from what is the same on all ranks."""
     if megatron.version < FIRST:
-        return "megatron-core below 0.13 has its dispatch, experts and combine in one piece"
+        return "megatron-core below 0.12 has an exchange that was not tried"
     if torch.compiler.is_compiling():
         return "it is being compiled, and a process group cannot be"
     kind = type(layer)
     if (kind.__module__, kind.__name__) != (MODULE, "MoELayer"):
         return "it is a class of its own"
-    if not dist.is_initialized() or layer.ep_group.size() == 1:
+    if not dist.is_initialized() or _expert_group(layer).size() == 1:
         return "its expert-parallel group has one rank, so nothing is communicated"
     if flag := next((flag for name, flag in MINDSPEED.items() if getattr(arguments(), name, None)), None):
         return f"MindSpeed runs its all-to-alls: drop {flag} to overlap them here"
@@ -199,16 +212,35 @@ def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:
     """Tell whether groups gained nothing when they were measured, and no shared expert can be hidden."""
     if layer.shared_expert_overlap or _hides_shared_expert(layer):
         return False
-    problem = experts_problem(x, layer.num_local_experts, layer.ep_group)
-    return megatron.part_groups.keeps_original(problem, layer.ep_group)
+    problem = experts_problem(x, layer.num_local_experts, _expert_group(layer))
+    return megatron.part_groups.keeps_original(problem, _expert_group(layer))
+
+
+def _all_ranks(layer: Any) -> dist.ProcessGroup:
+    """Return the group of the ranks that a layer's rows pass: they decide together, and run the same collectives.
+
+    Those of the all-to-alls, with expert tensor parallelism also those that split the same experts.
+    """
+    dispatcher = layer.token_dispatcher
+    group: dist.ProcessGroup = dispatcher.tp_ep_group if dispatcher.tp_size > 1 else _expert_group(layer)
+    return group
+
+
+def _expert_group(layer: Any) -> dist.ProcessGroup:
+    """Return the group of a layer's all-to-alls."""
+    group: dist.ProcessGroup = layer.token_dispatcher.ep_group
+    return group
+
+
+def _has_parts(layer: Any) -> bool:
+    """Tell whether dispatch, experts and combine are methods of a layer, as since 0.13."""
+    return hasattr(type(layer), "dispatch")
 
 
 def _other_dispatcher(layer: Any) -> str | None:
     dispatcher = layer.token_dispatcher
     if (type(dispatcher).__module__, type(dispatcher).__name__) != (DISPATCHERS, "MoEAlltoAllTokenDispatcher"):
         return f"its dispatcher is {type(dispatcher).__name__}, not MoEAlltoAllTokenDispatcher"
-    if dispatcher.tp_size > 1:
-        return f"its experts are split among {dispatcher.tp_size} tensor-parallel ranks (expert_tensor_parallel_size)"
     return None
 
 
@@ -279,12 +311,55 @@ class OverlappedCall:
         self._layer, self._megatron, self._group, self._settings = layer, megatron, group, settings
         self._shared_x: torch.Tensor | None = None
         self._shared_output: torch.Tensor | None = None
+        self._split: SplitExperts | None = None
+        self._dispatcher: Any = layer.token_dispatcher  # as it is after the permutation
+        self.overlay = AttributeOverlay(layer, **self._parts())
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what Megatron-core's forward finds in place of the layer's attributes, by version."""
+        layer = self._layer
+        if not _has_parts(layer):
+            methods = {"token_permutation": self._permute, "token_unpermutation": self._unpermute}
+            return {
+                "token_dispatcher": AttributeOverlay(layer.token_dispatcher, **methods),
+                "experts": self._permuted_experts,
+                "shared_experts": self._shared_expert_after,
+            }
         parts: dict[str, Any] = {"dispatch": self._dispatch, "combine": self._combine, "postprocess": self._postprocess}
         if hasattr(layer, "experts_compute"):  # to 0.14 it runs the shared expert, too
-            parts["experts_compute"] = self._all_experts
-        else:
-            parts |= {"shared_experts_compute": self._shared_expert, "routed_experts_compute": self._routed_experts}
-        self.overlay = AttributeOverlay(layer, **parts)
+            return {**parts, "experts_compute": self._all_experts}
+        return {
+            **parts,
+            "shared_experts_compute": self._shared_expert,
+            "routed_experts_compute": self._routed_experts,
+        }
+
+    def _permute(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[Any, ...]:
+        """Permute rows with 0.12's own method, which exchanges and sorts nothing among the ranks of `OneRank`."""
+        layer, dispatcher = self._layer, self._layer.token_dispatcher
+        shared = None if dispatcher.shared_experts is None else _run_already(dispatcher.shared_experts)
+        alone = {"ep_group": OneRank(), "tp_size": 1, "num_local_experts": 1, "shared_experts": shared}
+        self._dispatcher = AttributeOverlay(dispatcher, routing_map=routing_map, probs=probs)
+        self._alone = AttributeOverlay(dispatcher, **alone)
+        permuted: tuple[Any, ...] = type(dispatcher).token_permutation(self._alone, hidden_states, probs, routing_map)
+        if _hides_shared_expert(layer):
+            # Made last, so that its gradient reaches hidden_states first, as that of the shared expert in 0.12 does.
+            self._shared_x = hidden_states.view_as(hidden_states)
+        return permuted
+
+    def _permuted_experts(self, rows: torch.Tensor, _: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._run(rows, probs), None
+
+    def _unpermute(self, output: torch.Tensor, bias: None) -> tuple[Any, ...]:
+        unpermuted: tuple[Any, ...] = type(self._layer.token_dispatcher).token_unpermutation(self._alone, output, bias)
+        return unpermuted
+
+    def _shared_expert_after(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the shared expert's result, which 0.12 asks for at the end."""
+        if self._shared_x is not None:
+            return self._shared_output
+        result: torch.Tensor = self._layer.shared_experts(hidden_states)
+        return result
 
     def _dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rows, probs
@@ -311,10 +386,12 @@ class OverlappedCall:
         """Exchange the permuted rows, and run the experts; the shared expert runs under the all-to-alls."""
         layer, megatron = self._layer, self._megatron
         state = dict(vars(layer.token_dispatcher))
-        counts = row_counts(layer.token_dispatcher)
-        megatron.confirm(self._group)()
+        counts, self._split = row_counts(self._dispatcher)
+        megatron.confirm(_all_ranks(layer))()
         settings = self._measured(rows, probs, counts)
-        if megatron.verifier is None:
+        if megatron.verifier is None or not _has_parts(layer):
+            if megatron.verifier is not None:
+                LEDGER.note("experts of megatron-core below 0.13 are not checked: their exchange cannot run by itself")
             return self._exchange(rows, probs, counts, settings)
         checked = self._checked(rows, probs, counts, settings, state)
         output: torch.Tensor = megatron.verifier.run(checked)
@@ -344,7 +421,8 @@ class OverlappedCall:
         copies = functools.partial(self._local, copied=True)
         trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
         in_turn = functools.partial(trial, None)
-        chunks = self._megatron.part_groups.chunks_for(problem, self._group, trial, in_turn, rows.device)
+        together = None if self._split is None else _all_ranks(self._layer)
+        chunks = self._megatron.part_groups.chunks_for(problem, self._group, trial, in_turn, rows.device, together)
         return chunks.settings if chunks.reason else self._settings  # without a reason nothing was measured
 
     def _local(self, *, copied: bool = False) -> LocalExperts:
@@ -368,14 +446,18 @@ class OverlappedCall:
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run the experts of a group as Megatron-core's module of experts does, on rows [source][expert]."""
-        experts = self._layer.experts
+        experts, split = self._layer.experts, self._split
         assert probs is not None, "the exchange sends probabilities with the rows"
         last = parameters is None and group.experts.stop == self._layer.num_local_experts
+        own = group
+        if split is not None:
+            group, (rows, probs) = split.gathered(own), split.gather(own, rows, probs)
         tokens = GroupTokens(group.expert_sizes, group.experts, weights, last)
         arguments = group.by_expert(rows), tokens, group.by_expert(probs)
         y, bias = experts(*arguments) if parameters is None else functional_call(experts, dict(parameters), arguments)
         assert bias is None, "uncovered() leaves experts with a bias to the original"
-        return group.by_source(y)
+        y = group.by_source(y)
+        return y if split is None else split.sum(own, y)
 
     def _checked(
         self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings, state: Mapping[str, Any]
@@ -395,7 +477,7 @@ class OverlappedCall:
             sent = kind.token_dispatch(own, operands["input"], operands["probabilities"])
             arguments = kind.dispatch_postprocess(own, *sent)
             weights = {name: operands.get(name, parameter.detach()) for name, parameter in parameters.items()}
-            made, _ = functional_call(layer.experts, weights, arguments)
+            made, _ = functional_call(layer.experts, weights, with_all_experts(layer.experts, *arguments))
             return {"output": kind.token_combine(own, kind.combine_preprocess(own, made))}
 
         return CheckedCall(
@@ -453,10 +535,15 @@ def _combine_postprocess(dispatcher: Any, output: torch.Tensor) -> torch.Tensor:
     """Unpermute rows as Megatron-core does; to 0.17 this runs the end of the shared expert, which has run."""
     own, shared = type(dispatcher).combine_postprocess, dispatcher.shared_experts
     if shared is not None:
-        ran = AttributeOverlay(shared, linear_fc2_forward=lambda *_: None, post_forward_comm=lambda *_: None)
-        dispatcher = AttributeOverlay(dispatcher, shared_experts=ran)
+        dispatcher = AttributeOverlay(dispatcher, shared_experts=_run_already(shared))
     result: torch.Tensor = own(dispatcher, output)
     return result
+
+
+def _run_already(shared: Any) -> AttributeOverlay:
+    """Return a shared expert whose parts the exchange runs: for a dispatcher that would run them too."""
+    parts = ("linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm")
+    return AttributeOverlay(shared, **dict.fromkeys(parts, lambda *_: None))
 
 
 def _shared_expert_in_parts(shared: Any) -> SharedExpert:
@@ -478,23 +565,35 @@ def _shared_expert_in_parts(shared: Any) -> SharedExpert:
     return SharedExpert(x=shared.cached_fc1_input, parts=[fc1, fc2], parameters=parameters)
 
 
-def row_counts(dispatcher: Any) -> RowCounts:
+def row_counts(dispatcher: Any) -> tuple[RowCounts, SplitExperts | None]:
     """Return the counts of a dispatcher that has permuted its rows; the host waits where Megatron-core's dispatch does.
 
-    Megatron-core's stream for counts has waited for the routing, not for the permutation.
+    With expert tensor parallelism also those of the ranks that split the same experts. Megatron-core's stream for
+    counts has waited for the routing, not for the permutation.
     """
-    ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
+    ranks, experts, tensor_parallel = dispatcher.ep_size, dispatcher.num_local_experts, dispatcher.tp_size
     if dispatcher.drop_and_pad:
         padded = [[int(dispatcher.capacity)] * experts for _ in range(ranks)]
-        return RowCounts(sent=padded, received=padded)
+        return RowCounts(sent=padded, received=padded), _split_experts(dispatcher, [padded] * tensor_parallel)
     received = dispatcher.num_global_tokens_per_local_expert if experts > 1 else None
     with torch.cuda.stream(dispatcher.cuda_dtoh_stream):
         sent = dispatcher.routing_map.sum(dim=0).to("cpu", non_blocking=True)
         if received is not None:
             received = received.to("cpu", non_blocking=True)
     dispatcher.cuda_dtoh_stream.record_event().synchronize()
-    dispatcher._maybe_dtoh_and_synchronize("before_ep_alltoall", dispatcher.tokens_per_expert)
+    dispatcher._maybe_dtoh_and_synchronize("before_ep_alltoall", getattr(dispatcher, "tokens_per_expert", None))
     dispatcher.tokens_per_expert = None
-    if received is None:
-        received = torch.tensor([int(count) for count in dispatcher.output_splits])
-    return RowCounts(sent=sent.reshape(ranks, experts).tolist(), received=received.reshape(ranks, experts).tolist())
+    sent = sent.reshape(ranks, experts).tolist()
+    if received is not None:
+        of_ranks = received.reshape(tensor_parallel, ranks, experts).tolist()
+        return RowCounts(sent=sent, received=of_ranks[dispatcher.tp_rank]), _split_experts(dispatcher, of_ranks)
+    own = [[int(count)] for count in dispatcher.output_splits]
+    sums = [[[int(count)]] for count in dispatcher.output_splits_tp]  # of one expert the sources need not be known
+    return RowCounts(sent=sent, received=own), _split_experts(dispatcher, sums)
+
+
+def _split_experts(dispatcher: Any, received: Sequence[Sequence[Sequence[int]]]) -> SplitExperts | None:
+    """Return the ranks that split the experts of a dispatcher's rank, from the rows of each; None: nobody else does."""
+    if dispatcher.tp_size == 1:
+        return None
+    return SplitExperts(dispatcher.tp_group, received, dispatcher.probs.dtype)

@@ -78,6 +78,8 @@ class Megatron(Framework):
         if group is None:
             groups = (getattr(layer, name, None) for name in self._group_names)
             group = next((group for group in groups if group is not None), None)
+        if group is None and (dispatcher := held.get("token_dispatcher")) is not None:  # of experts, in 0.12
+            group = dispatcher.ep_group
         own: dist.ProcessGroup = self.layers.get_tensor_model_parallel_group() if group is None else group
         return own
 

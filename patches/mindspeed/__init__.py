@@ -1,6 +1,7 @@
-"""MindSpeed on Megatron-core: its layer with a norm, its Ulysses, and its CoC's switches read as ours.
+"""MindSpeed on Megatron-core: its layer with a norm, its experts, its Ulysses, and its CoC's switches read as ours.
 
 layernorm_column  MindSpeedTELayerNormColumnParallelLinear: MindSpeed's norm, then the overlapped column layer
+experts           MindSpeedGmmExperts, in groups of experts
 context           COC_TAKE_OVER=1: the attention of its Ulysses in groups of heads
 take_over         COC_TAKE_OVER=1: this package in place of MindSpeed's CoC, with MindSpeed's arguments
 """

@@ -4,6 +4,7 @@ The packages' kernels are torch's grouped matmul here (tests/support/grouped_exp
 """
 
 import contextlib
+import copy
 import importlib
 import re
 from unittest import mock
@@ -12,17 +13,21 @@ import pytest
 import torch
 from fused_gradients import install
 from grouped_experts import grouped_mm, grouped_mm_of_rows
+from hugging_face import whole
+from logged import logged
 from marks import promise
 from megatron_cpu import next_token_loss
 from megatron_moe import compared, expert_parallel, moe_config, small_moe_gpt, tokens_of, train
 from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ascend_parallel
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 
 VERSION = version_tuple(installed_version())
-pytestmark = pytest.mark.skipif(VERSION < (0, 13), reason="grouped experts are covered from 0.13")
+pytestmark = pytest.mark.skipif(VERSION < (0, 12), reason="grouped experts are covered from 0.12")
 
 GROUPED_MLP_EXISTS = pytest.mark.skipif(VERSION >= (0, 17), reason="GroupedMLP is gone since 0.17")
 
@@ -107,6 +112,19 @@ def test_grouped_mlp_on_four_ranks(ranks):
         assert counts["chunks"] == 2 * counts["calls"] > 0
 
 
+@promise("megatron-grouped-experts-bits")
+@pytest.mark.sample("TEGroupedMLP")
+@pytest.mark.parametrize(
+    "options", [pytest.param(GROUPED_MLP, marks=GROUPED_MLP_EXISTS), TE], ids=["GroupedMLP", "TEGroupedMLP"]
+)
+def test_grouped_experts_that_2_ranks_split(ranks, options):
+    options = {**options, **SHARED, "ep": 2, "expert_tensor_parallel_size": 2}
+    for ((different, counts, coverage, _),) in ranks(4).run(compared, options, [4], 2):
+        assert different == []
+        assert counts["chunks"] == 4 * counts["calls"] > 0
+        assert "2 of 2 layers of experts covered" in coverage
+
+
 def like_a_compiled_function(function):
     """Return a function whose backward refuses to keep the graph, as torch.compile's with inductor does."""
 
@@ -178,6 +196,47 @@ def test_a_hook_of_a_weight_runs_once_for_all_groups(ranks, how):
     weights = 2 * 4 if how[0] is TE else 2  # a layer, of 4 experts
     assert plain.count("gradient") == overlapped.count("gradient") == 2 * weights
     assert overlapped.count("forward") == 4 * plain.count("forward") > 0
+
+
+def sharded(group, options):
+    """Train with FSDP2 around each layer but its experts; return what differs, and how often hooks of weights ran.
+
+    A rank's experts are no other rank's. Around the experts themselves FSDP2 changes their class: return the reason.
+    """
+    runs, counts, ran = [], [], []
+    with expert_parallel(2):
+        for chunks in (1, 4):
+            ascend_parallel.configure(num_chunks=chunks)
+            ascend_parallel.ops.COUNTS.clear()
+            model, seen = built(**options), []
+            experts = {p for name, p in model.named_parameters() if ".experts." in name}
+            mesh = init_device_mesh("cpu", (group.size(),))
+            for layer in model.decoder.layers:
+                fully_shard(layer, mesh=mesh, ignored_params=experts)
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+            next_token_loss(model, tokens_of(0)).backward()
+            runs.append({n: whole(p.grad).clone() for n, p in model.named_parameters()})
+            counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("chunks", 0))
+            ran.append({seen.count(name) for name in runs[-1]})
+        model = built(**options)
+        for layer in model.decoder.layers:
+            fully_shard(layer.mlp.experts, mesh=mesh)
+        reasons = [*ascend_parallel.coverage(model).experts.reasons]
+    return [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])], counts, ran, reasons
+
+
+@promise("megatron-grouped-experts-hooks")
+@pytest.mark.parametrize(
+    "options", [pytest.param(GROUPED_MLP, marks=GROUPED_MLP_EXISTS), TE], ids=["GroupedMLP", "TEGroupedMLP"]
+)
+def test_hooks_of_fsdp_run_once_for_all_groups(ranks, options):
+    for different, (plain, overlapped), ran, reasons in ranks(2).run(sharded, options):
+        assert different == []
+        assert plain == 0
+        assert overlapped == 4 * 2 * 2  # groups, passes, layers
+        assert ran == [{1}, {1}]
+        assert "its experts are FSDP" in reasons[0]
 
 
 @promise("megatron-grouped-experts-hooks")
@@ -277,9 +336,9 @@ def test_verification_compares_weight_gradients_of_te_grouped_mlp(ranks):
 
 
 def refused(group):
-    """Train what is left to the original; return the reasons of coverage by case, and the exchanges."""
+    """Train what is left to the original; return the reasons of coverage by case and the exchanges, and the log."""
     found = {}
-    with expert_parallel(2):
+    with expert_parallel(2), logged() as lines:
         ascend_parallel.configure(num_chunks=4)
 
         def run(name, change):
@@ -300,12 +359,19 @@ def refused(group):
         def fused(mlp):
             mlp.config.use_transformer_engine_op_fuser = True
 
+        def fp8(mlp):
+            mlp.config = copy.copy(mlp.config)  # the experts have the other: they cannot multiply in fp8 here
+            mlp.config.fp8 = "e4m3"
+
+        def delayed(mlp):
+            mlp.config.delay_wgrad_compute = True
+
         def derived(mlp):
             mlp.experts.__class__ = type("InferenceGroupedMLP", (type(mlp.experts),), {})
 
-        for change in (wrap, single, derived, fused):
+        for change in (wrap, single, derived, fp8, delayed, fused):
             run(change.__name__, change)
-    return found
+    return found, [line for line in lines if "MoELayer runs without overlap" in line]
 
 
 class Wrapper(torch.nn.Module):
@@ -321,10 +387,13 @@ class Wrapper(torch.nn.Module):
 
 
 def test_what_is_not_covered_runs_the_original(ranks):
-    for found in ranks(2).run(refused):
+    for rank, (found, said) in enumerate(ranks(2).run(refused)):
+        assert len(said) == len(set(said)) == (len(found) if rank == 0 else 0)  # once, for two layers
         assert all(counts == {} and len(reasons) == 1 for reasons, counts in found.values())
         reasons = {name: reasons[0] for name, (reasons, _) in found.items()}
         assert "its linear_fc1 is Wrapper, not TEColumnParallelGroupedLinear" in reasons["wrap"]
         assert "its linear_fc2 has a parameter of all experts: weight" in reasons["single"]
         assert "InferenceGroupedMLP, not SequentialMLP, GroupedMLP or TEGroupedMLP" in reasons["derived"]
+        assert "its experts multiply in fp8" in reasons["fp8"]
+        assert "its weight gradients are computed later (delay_wgrad_compute)" in reasons["delayed"]
         assert "use_transformer_engine_op_fuser" in reasons["fused"]

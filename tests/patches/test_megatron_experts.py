@@ -17,9 +17,13 @@ from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 from ascend_parallel.patches.megatron.built_classes import replaced_experts
 
-pytestmark = pytest.mark.skipif(version_tuple(installed_version()) < (0, 13), reason="its parts are of 0.13 and later")
+pytestmark = pytest.mark.skipif(
+    version_tuple(installed_version()) < (0, 12), reason="its exchange is covered from 0.12"
+)
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+SPLIT = {"ep": 2, "expert_tensor_parallel_size": 2}
 
 
 CASES = {
@@ -33,7 +37,7 @@ CASES = {
     "shared expert": SHARED,
     "shared expert, Megatron's overlap": {**SHARED, "moe_shared_expert_overlap": True},
     "capacity": {"moe_expert_capacity_factor": 1.0},
-    "padded to capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "padded to capacity": PADDED,
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **SHARED},
     "recompute of layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "z-loss": {"moe_z_loss_coeff": 1e-3},
@@ -59,11 +63,16 @@ FOUR = {
     "2 x 2 tensor-parallel ranks": (2, {**SHARED}),
     "2 x 2 tensor-parallel ranks, Megatron's overlap": (2, {**SHARED, "moe_shared_expert_overlap": True}),
     "2 expert-parallel groups": (0, {"skewed": True}),
+    "split among 2 x 2 tensor-parallel ranks": (2, {**SPLIT, **SHARED, "dtype": torch.bfloat16}),
+    "split among 2 x 2 ranks, Megatron's overlap": (2, {**SPLIT, **SHARED, "moe_shared_expert_overlap": True}),
+    "split among other ranks": (1, {**SPLIT, "skewed": True}),
+    "split, with an expert each": (1, {**SPLIT, "experts": 2, **SHARED}),
+    "split, padded to capacity": (1, {**SPLIT, **PADDED}),
 }
 
 
 @promise("megatron-experts-bits")
-@pytest.mark.sample("4 expert-parallel ranks")
+@pytest.mark.sample("4 expert-parallel ranks", "split among 2 x 2 tensor-parallel ranks")
 @pytest.mark.parametrize(("tp", "options"), FOUR.values(), ids=FOUR)
 def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
     if tp == 0:
@@ -71,7 +80,7 @@ def test_four_ranks_train_with_the_same_bits(ranks, tp, options):
     overlapped_linears = tp > 1  # two ranks sum alike
     for ((different, counts, coverage, _),) in ranks(4).run(compared, options, [2], tp):
         assert different == []
-        groups = 1 if options.get("experts") == 4 else 2
+        groups = 1 if "experts" in options else 2
         assert counts["chunks"] == groups * counts["calls"] > 0
         assert "2 of 2 layers of experts covered" in coverage
         assert ("0 of" in coverage.split(";")[0]) != overlapped_linears
@@ -195,6 +204,11 @@ def refusals(group):
                 layer.mlp.config.delay_wgrad_compute = True
 
         run("delayed weight gradients", no_cut)
+
+        model = small_moe_gpt(moe_config())
+        for layer in model.decoder.layers:
+            layer.mlp.compile(backend="eager")  # not called: what stands for CUDA here cannot be traced
+        found["compiled"] = [*ascend_parallel.coverage(model).experts.reasons], {}
         arguments = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(moe_fb_overlap=True))
         with mock.patch.dict(sys.modules, {"megatron.training.global_vars": arguments}):
             run("MindSpeed", None)
@@ -214,6 +228,7 @@ def test_what_is_not_covered_runs_the_original(ranks):
         assert "a rank has one expert" in reasons["one expert"]
         assert "MoEAlltoAllTokenDispatcher.token_dispatch is another package's" in reasons["a wrapped dispatcher"]
         assert "it is a class of its own" in reasons["a subclass"]
+        assert reasons["compiled"] == "MoELayer: compiled: the original runs"
         assert "delay_wgrad_compute" in reasons["delayed weight gradients"]
         assert "MindSpeed runs its all-to-alls: drop --moe-fb-overlap" in reasons["MindSpeed"]
         assert "expert-parallel group has one rank" in reasons["one rank"]
@@ -240,6 +255,43 @@ def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(group, fi
     (_, calls), layers = counts, len(model.decoder.layers)
     assert losses[:2] == losses[2:]
     assert calls == 2 * (2 * layers - (2 - first))  # forward and backward, of 2 steps
+
+
+def split_experts(group):
+    """Train with experts that 2 ranks split, in each way; return losses and gradients, and the exchanges."""
+    found, counts = {}, {}
+
+    def run(name, replaced=None, **settings):
+        ascend_parallel.configure(**{"num_chunks": 4, "verify_every": 0, **settings})
+        model = small_moe_gpt(moe_config(**SPLIT))
+        if group.rank() == replaced:
+            dispatcher = model.decoder.layers[0].mlp.token_dispatcher
+            dispatcher.combine_postprocess = lambda *args, own=dispatcher.combine_postprocess: own(*args)
+        ascend_parallel.ops.COUNTS.clear()
+        loss = next_token_loss(model, tokens_of(0))
+        loss.backward()
+        found[name] = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+        counts[name] = ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("calls", 0)
+
+    with expert_parallel(2, 1, 2):
+        run("plain", num_chunks=1)
+        run("measured", auto=True)
+        run("verified", verify_every=1)
+        report = str(ascend_parallel.verification())
+        run("replaced on rank 3", replaced=3)
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
+    plain = found.pop("plain")
+    same = {name: all(map(torch.equal, plain, values)) for name, values in found.items()}
+    return same, counts, report
+
+
+@promise("one-rank-habits")
+def test_ranks_that_split_experts_decide_together(ranks):
+    for same, counts, report in ranks(4).run(split_experts):
+        assert same == {"measured": True, "verified": True, "replaced on rank 3": True}
+        assert "decoder.layers.1.mlp" in report
+        assert counts["plain"] == 0
+        assert counts["replaced on rank 3"] == 2  # the other layer, forward and backward
 
 
 @pytest.mark.parametrize(

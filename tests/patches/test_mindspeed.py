@@ -254,6 +254,72 @@ def test_ulysses_is_taken_over(mindspeed, late):
     mindspeed(ulysses_in_groups, ULYSSES, late=late, COC_TAKE_OVER="1", **ON)
 
 
+EXPERTS = (
+    "--tensor-model-parallel-size 1 --num-experts 8 --moe-grouped-gemm --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --disable-bias-linear "
+    "--swiglu --bf16"
+)
+
+
+def moe_layer(config, te):
+    """Return a layer of experts of the classes that MindSpeed has put in place of Megatron-core's."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts, moe_layer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = ModuleSpec(module=experts.GroupedMLP)
+    if te:
+        names = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+        linears = MLPSubmodules(*(getattr(transformer_engine, name) for name in names))
+        spec = ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
+    torch.manual_seed(5)
+    with mindspeed_world.NpuMeansCpu():
+        return moe_layer.MoELayer(config, submodules=moe_layer.MoESubmodules(experts=spec), layer_number=1)
+
+
+def experts_in_groups(group):
+    import npu_operators
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.global_vars import get_args
+    from megatron_moe import moe_on_cpu
+
+    import ascend_parallel
+
+    library, te = npu_operators.register(), get_args().transformer_impl == "transformer_engine"
+    config, runs = core_transformer_config_from_args(get_args()), []
+    with moe_on_cpu(), mock.patch.object(torch.cuda, "stream", lambda stream: mock.MagicMock()):
+        layer = moe_layer(config, te)
+        kind = type(layer.experts.linear_fc1 if te else layer.experts)
+        assert kind.__module__.startswith("mindspeed."), kind
+        for settings in ({"num_chunks": 1}, {"num_chunks": 2}, {"num_chunks": 4}, {"num_chunks": 4, "auto": True}):
+            ascend_parallel.configure(**settings)
+            ascend_parallel.ops.COUNTS.clear()
+            layer.zero_grad()
+            torch.manual_seed(7 + group.rank())
+            x = torch.randn(16, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+            with mindspeed_world.NpuMeansCpu():
+                y, _ = layer(x)
+                y.backward(torch.randn_like(y))
+            runs.append([y.detach(), x.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+            counts, groups = ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange"), settings["num_chunks"]
+            if "auto" not in settings and groups > 1:
+                assert counts["chunks"] == groups * counts["calls"] == groups * 2, counts
+                assert "1 of 1 layers of experts covered" in str(ascend_parallel.coverage(layer))
+        assert all(bool(found.abs().sum() > 0) for found in runs[0])
+        for run in runs[1:]:
+            assert [torch.equal(*pair) for pair in zip(runs[0], run, strict=True)] == [True] * len(run)
+    if not te:
+        config.gemm_gradient_accumulation_fusion = True
+        assert "--gemm-gradient-accumulation-fusion" in str(ascend_parallel.coverage(layer))
+    del library
+
+
+@pytest.mark.parametrize("te", ["", "--transformer-impl transformer_engine"], ids=["gmm", "TEGroupedLinear"])
+def test_grouped_experts_run_in_groups(mindspeed, te):
+    mindspeed(experts_in_groups, f"{EXPERTS} {te}", **ON)
+
+
 FB_OVERLAP = (
     "--moe-fb-overlap --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2 --sequence-parallel "
     "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16"

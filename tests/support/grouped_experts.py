@@ -73,8 +73,9 @@ class _Gmm(torch.autograd.Function):
         return da, db, None, None
 
 
-def gmm(a, b, batch_sizes, trans_b=False):
-    """Stands for ``grouped_gemm.ops.gmm``."""
+def gmm(a, b, batch_sizes, trans_b=False, gemm_fusion=False, original_weight=None):
+    """Stands for ``grouped_gemm.ops.gmm``, and for MindSpeed's function of that name."""
+    assert not gemm_fusion
     return _Gmm.apply(a, b, batch_sizes, trans_b)
 
 
@@ -120,6 +121,10 @@ class _TEGroupedLinear(torch.nn.Module):
 
     def __init__(self, num_gemms, input_size, output_size, *, config, init_method, bias, skip_bias_add, **_):
         super().__init__()
+        ranks = config.expert_tensor_parallel_size or 1
+        output_size, input_size = (
+            (output_size // ranks, input_size) if self.column else (output_size, input_size // ranks)
+        )
         self.num_gemms, self.config, self.use_bias = num_gemms, config, bias
         self.te_return_bias = skip_bias_add and bias
         self.is_first_microbatch = True
@@ -150,7 +155,7 @@ class _TEGroupedLinear(torch.nn.Module):
 def te_linear(kind):
     """Return the class that stands for Megatron-core's grouped layer of a kind, "Column" or "Row"."""
     name, module = f"TE{kind}ParallelGroupedLinear", "megatron.core.extensions.transformer_engine"
-    return type(name, (_TEGroupedLinear,), {"__module__": module})
+    return type(name, (_TEGroupedLinear,), {"__module__": module, "column": kind == "Column"})
 
 
 TE_COLUMN, TE_ROW = te_linear("Column"), te_linear("Row")

@@ -46,6 +46,29 @@ def _on_host(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+ALL_GATHER = torch.distributed.all_gather
+
+
+def _all_gather(outs, x, group=None, **options):
+    """Gather rows of which ranks have different numbers: gloo takes equal ones."""
+    if len({len(out) for out in outs}) == 1:
+        return ALL_GATHER(outs, x, group=group, **options)
+    for rank, out in enumerate(outs):
+        if rank == group.rank():
+            out.copy_(x)
+        torch.distributed.broadcast(out, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(out, parts, group=None, **_):
+    """Sum parts of different sizes, which gloo does not."""
+    for rank, part in enumerate(parts):
+        summed = part.clone()
+        torch.distributed.reduce(summed, group=group, group_dst=rank)
+        if rank == group.rank():
+            out.copy_(summed)
+
+
 @contextlib.contextmanager
 def moe_on_cpu(*, schedules=False):
     """Run Megatron-core's mixture of experts on the CPU inside this context; with schedules, its optimizers too."""
@@ -56,6 +79,8 @@ def moe_on_cpu(*, schedules=False):
             (torch.cuda, "Stream", lambda *_, **__: STREAM),
             (torch.cuda, "current_stream", lambda *_, **__: STREAM),
             (dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+            (torch.distributed, "all_gather", _all_gather),
+            (torch.distributed, "reduce_scatter", _reduce_scatter),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(grouped_experts_on_cpu())
@@ -65,14 +90,14 @@ def moe_on_cpu(*, schedules=False):
 
 
 @contextlib.contextmanager
-def expert_parallel(ep, tp=1, *, schedules=False, seed=1234):
-    """Run with Megatron's groups of `ep` expert-parallel and `tp` tensor-parallel ranks; experts have TP 1."""
+def expert_parallel(ep, tp=1, etp=1, *, schedules=False, seed=1234):
+    """Run with Megatron's groups of `ep` expert-parallel and `tp` tensor-parallel ranks; experts have TP `etp`."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     with moe_on_cpu(schedules=schedules):
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
+            tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
         )
         model_parallel_cuda_manual_seed(seed)
         try:
@@ -198,10 +223,10 @@ def compared(group, options, group_counts, tp=1):
     """Return for each number of groups the names that differ from the unpatched run, and the exchanges."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    ep = group.size() // tp
+    ep, etp = options.get("ep", group.size() // tp), options.get("expert_tensor_parallel_size", 1)
     options = {"ep": ep, "tp": tp, **options}
     answers = []
-    with expert_parallel(ep, tp):
+    with expert_parallel(ep, tp, etp):
         plain, none, _ = train(options, {"num_chunks": 1})
         assert none == {}
         for count in group_counts:

@@ -84,7 +84,10 @@ def on_a_rank(name, flags, late):
     dist.init_process_group("gloo")
     args = global_vars.get_args()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     getattr(test_mindspeed, name)(dist.group.WORLD)
     print("every check was made")

@@ -5,6 +5,7 @@ Registered after a model is traced, so that the trace has the operators themselv
 
 import torch
 import torch.nn.functional as F
+from grouped_experts import grouped_mm, grouped_mm_of_rows
 
 
 def knows_the_chip():
@@ -109,7 +110,18 @@ def scaled_masked_softmax(x, mask, scale=1, fixed_triu_mask=False):
     return (x * scale).masked_fill(mask, -1e4).softmax(-1)
 
 
+def grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type=0, **more):
+    """Rows of x [M, K], grouped, times a weight [K, N] for each group; or with type 2 products of grouped columns."""
+    assert split_item in (2, 3) and all(value is None for value in more.values()), (split_item, more)
+    (x,), counts = x, group_list if group_list_type == 1 else group_list.diff(prepend=group_list.new_zeros(1))
+    assert counts.dtype == torch.int64, counts.dtype
+    if group_type == 2:
+        return [grouped_mm_of_rows(x.t(), weight[0], counts.tolist())]
+    return [grouped_mm(x, torch.stack(list(weight)), counts.tolist())]
+
+
 KERNELS = {
+    "npu_grouped_matmul": grouped_matmul,
     "npu_fusion_attention": fusion_attention,
     "npu_fusion_attention_v2": fusion_attention,
     "npu_rms_norm": rms_norm,

@@ -61,8 +61,12 @@ class PartGroups:
         run: Callable[[Settings], object],
         in_turn: Run,
         device: torch.device,
+        together: dist.ProcessGroup | None = None,
     ) -> Chunks:
-        """Return in how many groups an exchange runs; every rank of `group` calls this alike.
+        """Return in how many groups an exchange on `group` runs; every rank of it calls this alike.
+
+        together
+            Ranks of several groups that have to take the same number, since a pass has collectives of theirs too.
 
         ``run(settings)`` and ``in_turn()`` compute a pass, overlapped and as the framework does, and leave no trace.
         One group is `original`: the framework's own layer is as fast.
@@ -73,8 +77,10 @@ class PartGroups:
         measured = self._measured.setdefault(group, {})
         if problem not in measured:
             entry = None if self._tuner is None else self._tuner.exchange_entry(problem, group)
+            if together is not None:
+                entry = _common(entry, problem, together)
             if entry is None and problem.rows > 1:
-                entry = self._measure(problem, group, run, in_turn, device)
+                entry = self._measure(problem, together or group, run, in_turn, device)
                 if self._tuner is not None:
                     self._tuner.keep(entry, group, problem.device)
             groups = 1 if entry is None else len(entry.sizes)
@@ -100,6 +106,16 @@ class PartGroups:
             figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
             log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
         return entry
+
+
+def _common(entry: Entry | None, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
+    """Return an entry with the first rank's groups, or None if a rank has no entry: each plan may be another file."""
+    mine = {"experts": [] if entry is None else list(entry.sizes)}
+    by_rank = exchange(group, f"the plans of {name_of(problem)}", mine, DisagreementError, topic="exchange")
+    if entry is None or not all(of["experts"] for of in by_rank.values()):
+        return None
+    sizes = tuple(map(int, by_rank[dist.get_process_group_ranks(group)[0]]["experts"]))
+    return Entry.of(LayerOperator(FORWARD, problem), sizes, entry.serial, entry.chosen)
 
 
 def fastest_groups(
