@@ -349,8 +349,10 @@ def adapted_gpt(sequence_parallel, swaps, count=1):
 
 def train_gpt(adapted, model):
     """Return the loss and all gradients of a step, also those of adapters that are no modules of the model."""
-    parameters = {f"{index} {name}": p for index, each in enumerate(adapted) for name, p in each.named_parameters()}
-    parameters |= dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
+    of_model = set(parameters.values())
+    for index, each in enumerate(adapted):
+        parameters |= {f"{index} {name}": p for name, p in each.named_parameters() if p not in of_model}
     for parameter in parameters.values():
         parameter.grad = None
     loss = next_token_loss(model, torch.randint(256, (4, 65), generator=torch.manual_seed(1)))
@@ -428,7 +430,7 @@ def states_on_megatron(group, swaps):
         compared_in("merged")
         for each in adapted:
             each.merge(-1)
-            each.base_layer.weight.requires_grad_(False)
+            each.base_layer.requires_grad_(False)  # of a frozen weight's bias Megatron-core forgets the gradient
         compared_in("unmerged, frozen base")
     return found
 
@@ -443,7 +445,7 @@ def test_states_of_adapters_on_megatron_keep_the_bits(ranks, swaps):
         assert losses["checkpointed"] == losses["dropout"]
         assert losses["merged"] == pytest.approx(losses["unmerged, frozen base"], rel=1e-5)
         assert gradients["merged"] == gradients["disabled"] == gradients["two adapters"] - 4 * 2 * 2
-        assert gradients["unmerged, frozen base"] == gradients["two adapters"] - 4
+        assert gradients["unmerged, frozen base"] == gradients["two adapters"] - 4 * 2
 
 
 @pytest.mark.slow
