@@ -221,29 +221,39 @@ def hugging_face_run(group, path, value, num_chunks=4, **options):
     return *found, covered, [line for line in lines if "compiled" in line]
 
 
-def transformers_blocks(group, path):
+def transformers_blocks(group, path, original, options):
+    """Return the graphs of the plain run, and what the originals and the overlapped layers give beside it."""
     plain, stock, *_ = hugging_face_run(group, path, "auto", 1)
-    found = {value: hugging_face_run(group, path, value) for value in ("auto", "original", "overlap")}
-    found["overlap, fullgraph"] = hugging_face_run(group, path, "overlap", fullgraph=True)
-    return stock, {name: (unequal(plain, values), *rest) for name, (values, *rest) in found.items()}
+    runs = hugging_face_run(group, path, original, **options), hugging_face_run(group, path, "overlap")
+    return stock, [(unequal(plain, values), *rest) for values, *rest in runs]
 
 
-def test_compiled_blocks_of_transformers(ranks, tmp_path):
-    """COC_COMPILE=auto, original and fullgraph=True: one graph of originals; overlap: the layers between graphs."""
+@pytest.mark.parametrize(
+    ("original", "options"),
+    [
+        ("auto", {}),
+        pytest.param("original", {}, marks=pytest.mark.slow),
+        pytest.param("overlap", {"fullgraph": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_of_transformers(ranks, tmp_path, original, options):
+    """One graph of originals, or with COC_COMPILE=overlap the layers between graphs."""
     pytest.importorskip("transformers", "5.16")
-    for rank, (stock, found) in enumerate(ranks(2).run(transformers_blocks, hugging_face.write(tmp_path, "Llama"))):
-        assert {name: different for name, (different, *_) in found.items() if different} == {}
-        for name in ("auto", "original", "overlap, fullgraph"):
-            _, graphs, chunks, covered, lines = found[name]
-            assert graphs == stock
-            assert chunks == 2 * 4 * 3  # the output layer is not compiled: forward and backward, chunks, steps
-            assert covered.startswith("1 of 15 linear layers covered (14 Linear: compiled: the original runs")
-            assert len(lines) == (rank == 0)
-        _, graphs, chunks, covered, lines = found["overlap"]
+    path = hugging_face.write(tmp_path, "Llama", num_hidden_layers=1)
+    answers = ranks(2).run(transformers_blocks, path, original, options)
+    for rank, (stock, (originals, overlapped)) in enumerate(answers):
+        different, graphs, chunks, covered, lines = originals
+        assert different == []
+        assert graphs == stock
+        assert chunks == 4 * 3  # the output layer is not compiled: chunks of its backward, steps
+        assert covered.startswith("1 of 8 linear layers covered (7 Linear: compiled: the original runs")
+        assert len(lines) == (rank == 0)
+        different, graphs, chunks, covered, lines = overlapped
+        assert different == []
         assert graphs[0][1] > stock[0][1]
         assert len(set(graphs[1:])) == 1
-        assert chunks > 2 * 4 * 3
-        assert covered.startswith("15 of 15 linear layers covered")
+        assert chunks > 4 * 3
+        assert covered.startswith("8 of 8 linear layers covered")
         assert lines == []
 
 
