@@ -262,7 +262,7 @@ class Installed:
     def compiled_away(self, module: Any, inside: bool) -> bool:
         """Tell whether the original of the module is compiled, as `Framework.compiled_away` does."""
         framework = self.in_force.framework
-        return framework is not None and not self.between_graphs and framework.compiled_away(module, inside)
+        return framework is not None and framework.compiled_away(module, inside and not self.between_graphs)
 
     def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, the same on all ranks, or None."""
