@@ -12,7 +12,6 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hugging_face import checked, count_of, launched_by, model_of, tokens, worst
-from logged import logged
 
 
 def engine_of(group, name, stage=0, dtype=torch.float32, **tensor_parallel):
@@ -163,36 +162,6 @@ def test_a_class_swap_is_overlapped_below_it(ranks):
         assert different == []
         assert covered.startswith("15 of 15")
         assert calls == 7 * 2 + 1
-
-
-def compiled(group):
-    """Train with compiled blocks; return the names that differ from plain, the coverage, the calls, and the log."""
-    found = []
-    for chunks in (1, 4):
-        ascend_parallel.configure(num_chunks=chunks)
-        torch._dynamo.reset()
-        engine = engine_of(group, "Llama")
-        for block in engine.module.model.layers:
-            block.compile(backend="eager")
-        before = count_of("matmul_all_reduce")
-        with logged() as lines:
-            found.append(steps(engine, 1))
-    covered = str(ascend_parallel.coverage(engine.module))
-    ascend_parallel.configure(num_chunks=1)
-    different = [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
-    said = [line for line in lines if "runs without overlap" in line]
-    return different, covered, count_of("matmul_all_reduce") - before, said
-
-
-def test_compiled_layers_are_deepspeeds_own_and_not_counted(ranks):
-    for rank, (different, covered, calls, said) in enumerate(ranks(2).run(compiled)):
-        assert different == []
-        assert covered.startswith(
-            "1 of 15 linear layers covered (10 LinearLayer: compiled: the original runs; 4 LinearAllreduce: compiled"
-        )
-        assert calls == 1  # the vocabulary's layer, which is not compiled, backward
-        assert len(said) == (2 if rank == 0 else 0)
-        assert all("compiled: the original runs" in line for line in said)
 
 
 @on_ranks(2)
