@@ -13,9 +13,15 @@ forward gathered: they stay in memory for each layer, unless it is recomputed.
 
 A causal mask gives the last tokens most work. Of 2 R pieces of a sequence rank i has i and 2 R - 1 - i (`pieces_of`):
 all ranks have as much, and keys after a piece are left out (`keys_before`).
+
+Where a rank has one stretch of the sequence, pieces 2 i and 2 i + 1, it lends the second to rank R - 1 - i, for as many
+rows of that rank's: rank i then attends from pieces 2 i and 2 R - 1 - 2 i (`lent_pieces`), again as much as all others.
+Half of the queries go there with the keys of their group, and their results come back (`LentRows`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -53,6 +59,60 @@ class KeyGroup(SharedHeads):
             self.heads_of(x).copy_(parts[0])
         else:
             sum_in_rank_order(parts, self.heads_of(x))
+
+
+@dataclass(frozen=True)
+class LentKeyGroup(KeyGroup):
+    """Heads of keys that are gathered together, for queries of which each rank lends a half to another.
+
+    borrower
+        The rank of the process group with which this rank exchanges rows.
+    """
+
+    borrower: int
+
+    @property
+    def lent(self) -> LentRows:
+        """How the rows that ranks lend each other travel."""
+        return LentRows(self.heads, self.of, self.lengths, self.rank, self.borrower)
+
+
+@dataclass(frozen=True)
+class LentRows(KeyGroup):
+    """The rows of queries, or of results, that two ranks lend each other: the second half of each one's."""
+
+    gathers = False
+
+    borrower: int
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """The lent rows, to the borrower."""
+        lent = self.lengths[self.rank] - kept_rows(self.lengths[self.rank])
+        return [lent if rank == self.borrower else 0 for rank in range(len(self.lengths))]
+
+    @property
+    def received_sizes(self) -> list[int]:
+        """As many rows of the borrower's."""
+        return self.sent_sizes
+
+    def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
+        """Copy the results of lent rows to their places in x."""
+        self.heads_of(x).copy_(came_back)
+
+
+def kept_rows(tokens: int) -> int:
+    """Return how many of a rank's `tokens` rows stay where half of them is lent."""
+    return tokens // 2
+
+
+def lent_pieces(place: int, ranks: int, tokens: int) -> tuple[slice, slice]:
+    """Return where the rows lie in the sequence from which a rank attends that has lent half of its `tokens` rows.
+
+    place: of the rank, among those that share the sequence, each of which has one stretch of it.
+    """
+    kept, first, other = kept_rows(tokens), place * tokens, (ranks - 1 - place) * tokens
+    return slice(first, first + kept), slice(other + kept, other + tokens)
 
 
 def choose_exchange(query_heads: int, key_heads: int, ranks: int, asked: str | None = None) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,14 @@ class PartGroup(Protocol):
 
 Group = TypeVar("Group", bound=PartGroup)
 
+Way = Callable[[Group], PartGroup]
+"""Returns how a tensor of a group travels, where it is another way than that of the group's other tensors."""
+
+
+def own_way(part_group: Group) -> Group:
+    """Return the group itself: its tensors travel as it says."""
+    return part_group
+
 
 def part_exchange(
     rows: Rows,
@@ -81,6 +89,8 @@ def part_exchange(
     group: dist.ProcessGroup,
     choice: Choice,
     *,
+    ways: Sequence[Way[Group]] = (),
+    ways_back: Sequence[Way[Group]] = (),
     under_first: Callable[[], object] | None = None,
     under_last: Callable[[], object] | None = None,
 ) -> None:
@@ -89,13 +99,14 @@ def part_exchange(
     rows      tensors that each of `groups` takes its parts from; none if every rank has what it computes
     work      ``work(index, group, received)`` computes a group
     results   a tensor for each that `work` returns, written by the groups; none if results stay where they are
+    ways      how each of `rows` travels, and `ways_back` each of `results`; none: as the groups say
 
     `under_first` runs while no group can run yet, `under_last` while the last results come back. Which of them there
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
     `CollectiveError` if a rank fails.
     """
     with in_timeline(choice, group):
-        _Exchange(rows, groups, results, group, choice).run(work, under_first, under_last)
+        _Exchange(rows, groups, results, group, choice, ways, ways_back).run(work, under_first, under_last)
     COUNTS.add(choice.problem.operator, len(groups), len(groups) * (len(rows) + len(results)))
 
 
@@ -103,9 +114,18 @@ class _Exchange:
     """The collectives of an exchange: of each group one for each tensor, to the parts and back."""
 
     def __init__(
-        self, rows: Rows, groups: Sequence[PartGroup], results: Rows, group: dist.ProcessGroup, choice: Choice
+        self,
+        rows: Rows,
+        groups: Sequence[PartGroup],
+        results: Rows,
+        group: dist.ProcessGroup,
+        choice: Choice,
+        ways: Sequence[Way[Any]],
+        ways_back: Sequence[Way[Any]],
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
+        self._ways = ways or [own_way] * len(rows)
+        self._ways_back = ways_back or [own_way] * len(results)
         self._parts, names = PART_NAMES[choice.problem.operator]
         like = (*rows, *results)[0]
         self._dispatch = Pending(like, f"{names}_dispatch", group, len(groups) * len(rows))
@@ -137,11 +157,12 @@ class _Exchange:
 
     def _send(self, part_group: PartGroup) -> None:
         received: list[torch.Tensor] = []
-        sizes = part_group.received_sizes, part_group.sent_sizes
-        for x in self._rows:
-            sent = compute(BESIDE, "join rows", part_group.join, x)
+        for x, way in zip(self._rows, self._ways, strict=True):
+            sending = way(part_group)
+            sizes = sending.received_sizes, sending.sent_sizes
+            sent = compute(BESIDE, "join rows", sending.join, x)
             out = sent.new_empty(sum(sizes[0]), *sent.shape[1:])
-            if part_group.gathers:
+            if sending.gathers:
                 self._dispatch.launch(all_gather_single, out, sent, self._group)
             else:
                 self._dispatch.launch(all_to_all, out, sent, *sizes, self._group)
@@ -156,8 +177,8 @@ class _Exchange:
         return received
 
     def _send_back(self, part_group: PartGroup, computed: Rows) -> None:
-        for out, x in zip(computed, self._results, strict=True):
-            self._combine.launch(_send_back, out.contiguous(), part_group, x, self._group)
+        for out, x, way in zip(computed, self._results, self._ways_back, strict=True):
+            self._combine.launch(_send_back, out.contiguous(), way(part_group), x, self._group)
 
 
 def _send_back(out: torch.Tensor, part_group: PartGroup, x: torch.Tensor, group: dist.ProcessGroup) -> Work:

@@ -52,6 +52,21 @@ def plan_training(
             min=1, max=MOST_RANKS, help="Ranks that share each sequence; default: searched from 32768 tokens, else 1."
         ),
     ] = None,
+    cp_exchange: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[heads|gather]",
+            help="How these bring a sequence together: heads (Ulysses) or gather; default: what takes least time.",
+        ),
+    ] = None,
+    cp_groups: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_ROWS,
+            help="In how many groups of heads, each sent under the attention of another; default: the least time.",
+        ),
+    ] = None,
     hardware: Annotated[str, typer.Option(help=HARDWARE)] = DEFAULT_HARDWARE,
     batch: Annotated[
         int | None,
@@ -105,7 +120,7 @@ def plan_training(
         file = out or Path(f"{Path(name).stem if name.endswith(FILES) else name.rpartition(':')[2]}-{ranks}.toml")
         _check_file(file)
         amp = None if dtype is None else lookup("--dtype", dtype, dict.fromkeys(DTYPES, dtype))
-        job = {"ranks": ranks, "memory": limit, "ep": ep, "cp": cp}
+        job = {"ranks": ranks, "memory": limit, "ep": ep, "cp": cp, "cp_exchange": cp_exchange, "cp_groups": cp_groups}
         found, planned = _searched(planned_model, batch, seq, amp, hardware, status.update, **job)
         best = found.best[planned.place]
         file.write_text(toml_of(found.tables(best), found, best), encoding="utf-8")
@@ -134,7 +149,8 @@ def _searched(
 ) -> tuple[SearchResult, ConfirmedCandidate]:
     """Return the result of a search, and the first of its best that fits as a whole.
 
-    name: a user's function, a preset of the cost model, a file of sizes, or a model. job: ranks, memory, ep and cp.
+    name: a user's function, a preset of the cost model, a file of sizes, or a model. job: ranks, memory, ep, and cp
+    with how its ranks share sequences.
     """
     from ascend_parallel.training import AmpOptions, search_degrees
     from ascend_parallel.training.confirm_degrees import planned_whole

@@ -73,6 +73,13 @@ class Chunks(NamedTuple):
             replace(settings, num_chunks=count, auto=False, tune=None, plan=None, mode=settings.effective_mode), reason
         )
 
+    @classmethod
+    def planned(cls, settings: Settings, count: int, reason: str) -> Chunks:
+        """Return a number of groups that a plan has, also where the settings ask for no overlap; COC_MODE decides."""
+        mode = settings.mode if settings.mode >= 0 else 2
+        cut = replace(settings, num_chunks=count, auto=False, tune=None, plan=None, mode=mode)
+        return cls(cut, reason)
+
     def choice(self, problem: Problem) -> Choice:
         """Return kernel and chunks of a problem of this pass; with the reason of these settings before its own."""
         choice = choose(problem, self.settings)

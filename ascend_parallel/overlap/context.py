@@ -14,6 +14,9 @@ tokens. Forward has no combine, and backward no dispatch.
 
     forward    gather 0, 1 -> attention 0 -> gather 2 -> attention 1 -> ... -> attention of the last group
     backward   attention 0 -> sum of dk, dv 0 -> attention 1 -> ... -> sum of the last group
+
+Where causal rows are not balanced, ranks lend each other half of their queries (`borrower`): these go with the gathers,
+and their results come back as combines.
 """
 
 from __future__ import annotations
@@ -29,9 +32,19 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
-from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, in_sequence, keys_before, pieces_of
+from ascend_parallel.ops.key_gather import (
+    GATHER,
+    HEADS,
+    KeyGroup,
+    LentKeyGroup,
+    LentRows,
+    in_sequence,
+    kept_rows,
+    keys_before,
+    pieces_of,
+)
 from ascend_parallel.ops.operators import log_once
-from ascend_parallel.ops.part_exchange import Rows, part_exchange
+from ascend_parallel.ops.part_exchange import Rows, Way, own_way, part_exchange
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
 from ascend_parallel.ops.registry import Choice, choose
@@ -69,6 +82,11 @@ class AttentionCall:
         """Whether keys and values are gathered."""
         return self.choice.problem.operator == KEY_GATHER
 
+    @property
+    def lends(self) -> bool:
+        """Whether ranks lend each other half of their queries."""
+        return isinstance(self.groups[0], LentKeyGroup)
+
 
 def run_attention(
     q: torch.Tensor,
@@ -79,6 +97,7 @@ def run_attention(
     group: dist.ProcessGroup,
     settings: Settings,
     exchange: str = HEADS,
+    borrower: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the tokens of all ranks, [s, B, N, D].
 
@@ -88,9 +107,13 @@ def run_attention(
     `HEADS`: a rank computes whole heads: outputs and gradients have the bits of one rank that has the whole sequence.
     Where the ranks do not share the heads of keys evenly, each head goes to several ranks, and its gradient is a sum of
     theirs. `GATHER`: a rank computes the rows of its tokens; gradients of k and v are sums over the ranks, in their
-    order. In any number of groups the bits are the same. What requires gradients must be the same on all ranks. Raises
-    `ValueError` if the ranks cannot share the heads, `DisagreementError` if their tensors or ways differ,
-    `CollectiveError` if a rank fails.
+    order. In any number of groups the bits are the same.
+
+    borrower: with `GATHER`, the rank of `group` with which this one exchanges the second half of its queries, and of
+    their results: `attention` then gets the rows that stay, and those of the borrower. None: all rows stay.
+
+    What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
+    `DisagreementError` if their tensors or ways differ, `CollectiveError` if a rank fails.
     """
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
@@ -100,7 +123,9 @@ def run_attention(
     choice = attention_choice(q, k, v, group, settings, exchange)
     lengths = [len(q)] * group.size()
     kind: type[Part] = KeyGroup if exchange == GATHER else HeadGroup
-    groups = kind.cut(choice.sizes, lengths, group.rank())
+    groups: Sequence[Part] = kind.cut(choice.sizes, lengths, group.rank())
+    if borrower is not None:
+        groups = [LentKeyGroup(each.heads, each.of, each.lengths, each.rank, borrower) for each in groups]
     graded = torch.is_grad_enabled()
     call = AttentionCall(attention=attention, groups=groups, group=group, choice=choice, graded=graded)
     output: torch.Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
@@ -184,9 +209,26 @@ def attend_pieces(
 
     Causal rows get the keys before them, in whole blocks: the caller masks the rest.
     """
-    pieces, outputs = pieces_of(keys.rank, len(keys.lengths), len(q)), []
     k, v = (in_sequence(x, len(keys.lengths)) for x in (k, v))
-    for rows, q_rows in zip(pieces, q.chunk(2), strict=True):
+    return attend_rows(attention, pieces_of(keys.rank, len(keys.lengths), len(q)), q, k, v, causal=causal)
+
+
+def attend_rows(
+    attention: PieceAttention,
+    pieces: Sequence[slice],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """Return the attention of queries that lie at the places `pieces` of a sequence, [s, B, N, D].
+
+    q      [s, B, N, D], of the first piece, then of the next
+    k, v   [S, B, n, D], in the order of the sequence
+    """
+    outputs = []
+    for rows, q_rows in zip(pieces, q.split_with_sizes([rows.stop - rows.start for rows in pieces]), strict=True):
         seen = keys_before(rows.stop, len(k)) if causal else len(k)
         outputs.append(attention(rows, q_rows, k[:seen], v[:seen]))
     return torch.cat(outputs)
@@ -275,10 +317,18 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
     def attend(_: int, heads: Part, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
             return [attended(heads, received)]
+        if isinstance(heads, LentKeyGroup):
+            borrowed, *received = received
+            own = attended(heads, [_with_borrowed(heads, q, borrowed), *received])
+            return _keep(heads, own, output)
         heads.heads_of(output).copy_(attended(heads, [heads.heads_of(q), *received]))
         return []
 
-    if call.gathers:
+    if call.lends:
+        rows, lent = [_lent(q), *operands[1:]], [_lent(output)]
+        ways: list[Way[Part]] = [_lent_way, own_way, own_way]
+        part_exchange(rows, call.groups, attend, lent, call.group, call.choice, ways=ways, ways_back=[_lent_way])
+    elif call.gathers:
         part_exchange(operands[1:], call.groups, attend, [], call.group, call.choice)
     else:
         part_exchange(operands, call.groups, attend, [output], call.group, call.choice)
@@ -294,12 +344,24 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
         if not isinstance(heads, KeyGroup):
             found = ctx.graphs[index].gradients(received[0], range(3))
             return [d_x for d_x, wanted in zip(found, gradients, strict=True) if wanted is not None]
-        d_q, *found = ctx.graphs[index].gradients(heads.heads_of(d_output), range(3))
-        if gradients[0] is not None:
+        given = heads.heads_of(d_output)
+        back: list[torch.Tensor] = []
+        if isinstance(heads, LentKeyGroup):
+            given = _with_borrowed(heads, d_output, received[0])
+        d_q, *found = ctx.graphs[index].gradients(given, range(3))
+        if gradients[0] is not None and isinstance(heads, LentKeyGroup):
+            back = _keep(heads, d_q, gradients[0])
+        elif gradients[0] is not None:
             heads.heads_of(gradients[0]).copy_(d_q)
-        return [d_x for d_x, wanted in zip(found, gradients[1:], strict=True) if wanted is not None]
+        return [*back, *(d_x for d_x, wanted in zip(found, gradients[1:], strict=True) if wanted is not None)]
 
-    if not call.gathers:
+    if call.lends:
+        d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
+        sums = [d_x for d_x in gradients[1:] if d_x is not None]
+        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_way] * len(d_lent)
+        ways: list[Way[Part]] = [*lent, *([own_way] * len(sums))]
+        part_exchange(rows, call.groups, attend, results, call.group, call.choice, ways=[_lent_way], ways_back=ways)
+    elif not call.gathers:
         wanted = [d_x for d_x in gradients if d_x is not None]
         part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
     elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
@@ -308,6 +370,28 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
         for index, keys in enumerate(call.groups):
             attend(index, keys, [])
     return *gradients, None
+
+
+def _lent(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x [s, B, N, D] that a rank lends, a view."""
+    return x[kept_rows(len(x)) :]
+
+
+def _lent_way(keys: Part) -> LentRows:
+    assert isinstance(keys, LentKeyGroup)
+    return keys.lent
+
+
+def _with_borrowed(keys: LentKeyGroup, x: torch.Tensor, borrowed: torch.Tensor) -> torch.Tensor:
+    """Return the group's heads of the rows of x that stay, and of those of the borrower."""
+    return torch.cat([keys.heads_of(x)[: kept_rows(len(x))], borrowed])
+
+
+def _keep(keys: LentKeyGroup, made: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """Write what was made of the rows that stay to x; return what goes back to the borrower."""
+    kept = kept_rows(len(x))
+    keys.heads_of(x)[:kept].copy_(made[:kept])
+    return [made[kept:]]
 
 
 def _checked(o: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

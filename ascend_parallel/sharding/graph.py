@@ -158,6 +158,26 @@ class Value:
 
 
 @dataclass(frozen=True)
+class SharedSequence:
+    """How ranks share the sequence of an attention: by an exchange inside of the operator.
+
+    exchange
+        "heads" or "gather" (ops/key_gather.py); "": a search takes what takes least time.
+    groups
+        In how many groups of heads; 0: a search takes what takes least time.
+    repeats
+        How often the graph has repeated each head of keys and values before: only the first of each is sent.
+    reason
+        Why a search took this way.
+    """
+
+    exchange: str = ""
+    groups: int = 0
+    repeats: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class OpCall:
     """An operator and its arguments, tensors replaced by `Ref`s; rules take an `OpCall`.
 
@@ -165,6 +185,8 @@ class OpCall:
         An overload of torch.ops, such as ``torch.ops.aten.linear.default``.
     inputs, outputs
         Whole tensors, before sharding.
+    sequence
+        Of an attention that may run on ranks that share a sequence; None: it has no exchange.
     """
 
     target: Callable[..., Any]
@@ -172,6 +194,7 @@ class OpCall:
     kwargs: Mapping[str, Any]
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
+    sequence: SharedSequence | None = None
 
     @cached_property
     def name(self) -> str:

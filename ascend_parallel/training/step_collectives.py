@@ -204,7 +204,10 @@ class _Counting:
 
     def _inside(self, instruction: Run, again: bool) -> Iterator[Collectives]:
         """Yield the collectives that an operator runs itself, and the gathers of its weights in backward."""
-        for step in self._plan.op_collectives.get(instruction.node.name, ()):
+        steps, call = self._plan.op_collectives.get(instruction.node.name, ()), instruction.node.call
+        if again and call is not None and call.sequence is not None:
+            steps = steps[: len(steps) // 2]  # those of forward, to which those of backward are alike in number
+        for step in steps:
             yield Collectives({step.kind: 1}, step.nbytes, step.seconds)
         if not again:
             yield from self._gathered_again(instruction.node, instruction.gathers)

@@ -18,6 +18,7 @@ from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.annotate import strategies_of_tables
 from ascend_parallel.sharding.planner.batch_norms import CHOICES
+from ascend_parallel.sharding.planner.shared_sequences import check_exchange
 from ascend_parallel.text import nearest
 from ascend_parallel.training.degrees.search import search_degrees
 from ascend_parallel.training.graph_passes import PASSES
@@ -74,6 +75,8 @@ class Strategy:
         The mesh dimension along which data differ; None if there is none (modes auto and hybrid).
     sequence_dim
         The mesh dimension of context parallelism (mode "auto"): it shards the batch's second dimension, the sequence.
+    sequence_exchange, sequence_groups
+        With `sequence_dim`, as for `propagate`: how attention brings a sequence together, and in how many groups.
     expert_dim
         The mesh dimension of expert parallelism (mode "auto"): as for `propagate`; it may be `data_dim`.
     operators
@@ -95,6 +98,8 @@ class Strategy:
     mesh: Mapping[str, int] = field(default_factory=_default_mesh)
     data_dim: str | None = "dp"
     sequence_dim: str | None = None
+    sequence_exchange: str | None = None
+    sequence_groups: int | None = None
     expert_dim: str | None = None
     operators: Mapping[str, Any] = field(default_factory=dict)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
@@ -288,6 +293,10 @@ class Strategy:
                 f"sequence_dim={self.sequence_dim!r}: the mesh has {names}; name one of those, another than data_dim, "
                 'with mode "auto"'
             )
+        try:
+            check_exchange(self.sequence_exchange, self.sequence_groups, shared=self.sequence_dim is not None)
+        except ValueError as error:
+            raise StrategyOptionError(str(error)) from error
         if self.expert_dim is not None and (
             self.mode != "auto" or self.expert_dim not in self.mesh or self.expert_dim == self.sequence_dim
         ):

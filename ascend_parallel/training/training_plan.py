@@ -257,6 +257,8 @@ def _sharded(
         semi_auto=None if auto else strategy.data_dim,
         data_dim=strategy.data_dim if replicated else None,
         sequence_dim=strategy.sequence_dim,
+        sequence_exchange=strategy.sequence_exchange,
+        sequence_groups=strategy.sequence_groups,
         expert_dim=strategy.expert_dim if experts_apart else None,
         memory_limit=strategy.memory_limit,
         batch_norm=strategy.batch_norm,

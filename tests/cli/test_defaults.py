@@ -70,12 +70,15 @@ def test_a_prediction_without_hardware_is_for_the_default():
 def test_a_prediction_says_how_keys_reach_the_queries():
     words = ["predict", "--model", "llama3-8b", "--seq", "32768", "--tp", "1", "--cp", "8"]
     for more, expected in (
-        (("--cp-exchange", "heads", "--cp-groups", "4", "--runtime", "megatron"), "CP 8 (heads, 4 groups) x DP 1"),
+        (
+            ("--cp-exchange", "heads", "--cp-groups", "4", "--runtime", "megatron"),
+            "CP 8 (heads) x DP 1",
+        ),  # 1 head of keys a rank
         (("--runtime", "megatron"), "CP 8 (ring) x DP 1"),
-        (("--cp-exchange", "gather"), "CP 8 (gather) x DP 1"),
+        (("--cp-exchange", "gather", "--cp-groups", "2"), "CP 8 (gather, 2 groups) x DP 1"),
     ):
         assert expected in CliRunner().invoke(app, [*words, *more]).stdout
-    refused = CliRunner().invoke(app, [*words, "--cp-groups", "4"])
+    refused = CliRunner().invoke(app, [*words, "--runtime", "megatron", "--cp-groups", "4"])
     assert refused.exit_code and "cp_groups=4 is not allowed" in refused.output
 
 

@@ -55,6 +55,7 @@ REMAINS = {
     "sharding.planner.pruning.optimum": SEEN,
     "sharding.redistribute.collectives.CoalescedCollective.wait": SEEN,
     "sharding.redistribute.collectives.Request.start": SEEN,
+    "sharding.rules.attention.lent_pieces": PLANTED,
     "sharding.runtime.overlapped_linear._tuner": CACHE,
     "sharding.tracing.function_calls.detached": PLANTED,
     "sharding.tracing.same_blocks.ForwardNotes.repeatable_blocks": "off, to compare with a trace without it",

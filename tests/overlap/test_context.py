@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from ascend_parallel import DisagreementError, Settings
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.arithmetic import TP
-from ascend_parallel.ops.key_gather import GATHER, HEADS, choose_exchange, pieces_of, sent_share
-from ascend_parallel.overlap.context import attend_pieces, attention_in_turn, run_attention
+from ascend_parallel.ops.key_gather import GATHER, HEADS, choose_exchange, lent_pieces, pieces_of, sent_share
+from ascend_parallel.overlap.context import attend_pieces, attend_rows, attention_in_turn, run_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class Case:
     wrapped: str = ""  # how the call is wrapped
     groups: tuple[int, ...] = (1, 2, 4)
     exchange: str = HEADS
+    lends: bool = False  # a rank has one stretch of the sequence, and lends half of its queries
 
 
 def operands(case, dtype=None):
@@ -51,6 +52,9 @@ def attend(case):
     """Return the attention that is given to the exchange, of [S, B, heads, features]."""
 
     def attention(keys, q, k, v):
+        if case.lends and keys is not None:
+            pieces = lent_pieces(keys.rank, case.ranks, len(q))
+            return attend_rows(rows_attention, pieces, q, k, v, causal=case.causal)
         if case.exchange == GATHER and keys is not None:
             return attend_pieces(rows_attention, keys, q, k, v, causal=case.causal)
         return rows_attention(None, q, k, v)
@@ -91,7 +95,7 @@ def results(case, attention, parts, d_output):
 def own_tokens(case, group):
     """Return the numbers of this rank's tokens: two pieces where keys are gathered, else one."""
     share = case.length // group.size()
-    if case.exchange == GATHER:
+    if case.exchange == GATHER and not case.lends:
         return torch.cat([torch.arange(rows.start, rows.stop) for rows in pieces_of(group.rank(), group.size(), share)])
     return torch.arange(share * group.rank(), share * (group.rank() + 1))
 
@@ -105,13 +109,14 @@ def compared(group, case):
     truth = results(plain, lambda *x: attend(case)(None, *x), *split_off(operands(case, torch.float64)))
     operator = "key_gather" if case.exchange == GATHER else "head_exchange"
     different, ran, worst = [], [], 0.0
-    for groups in (*case.groups, "in turn"):
+    for groups in (*case.groups, *(["in turn"] if not case.lends else [])):
         before = COUNTS.as_dict().get(operator, {"chunks": 0})["chunks"]
 
         def attention(q, k, v, groups=groups):
             how = {"group": group, "exchange": case.exchange}
             if groups == "in turn":
                 return attention_in_turn(q, k, v, attend(case), **how)
+            how |= {"borrower": case.ranks - 1 - group.rank()} if case.lends else {}
             return run_attention(q, k, v, attend(case), **how, settings=Settings(num_chunks=groups, mode=2))
 
         found = results(case, attention, [x[own] for x in parts], d_output[own])
@@ -194,6 +199,36 @@ def test_gathered_keys_have_the_rows_of_one_rank(ranks, case):
         passes = 2 if case.frozen != "kv" else 1
         passes = {"checkpoint": 3, "retained": 3}.get(case.wrapped, passes)
         assert ran == [*(groups * passes for groups in case.groups), 0]
+
+
+LENDING = [
+    Case(heads=(8, 2), length=1280, batch=2, groups=(1, 2)),
+    Case(ranks=4, heads=(6, 3), length=124, groups=(1, 3)),  # odd shares
+    Case(ranks=3, heads=(8, 4), dtype=torch.bfloat16, length=96, groups=(4,)),
+    Case(heads=(8, 4), wrapped="checkpoint", groups=(2,)),
+    Case(heads=(8, 4), frozen="kv", groups=(2,)),
+    Case(heads=(8, 4), frozen="q", groups=(4,)),
+]
+
+
+@promise("planned-context")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [replace(case, exchange=GATHER, lends=True) for case in LENDING], ids=str)
+def test_lent_queries_have_the_rows_of_one_rank(ranks, case):
+    """Ranks that have one stretch of the sequence balance causal rows by lending half of their queries."""
+    for different, worst, ran in ranks(case.ranks).run(compared, case):
+        assert {name for _, name in different} <= {"k", "v"}
+        assert worst < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[case.dtype]
+        assert ran == [groups * (3 if case.wrapped else 2) for groups in case.groups]
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 8), (3, 5), (4, 6), (5, 2)])
+def test_lent_queries_give_all_ranks_the_same_work(ranks, tokens):
+    places = [lent_pieces(place, ranks, tokens) for place in range(ranks)]
+    rows = [[row for piece in pieces for row in range(piece.start, piece.stop)] for pieces in places]
+    assert sorted(row for of_rank in rows for row in of_rank) == list(range(ranks * tokens))
+    work = [sum(of_rank) for of_rank in rows]
+    assert max(work) - min(work) <= (tokens % 2) * ranks * tokens  # an odd share is lent by one row less or more
 
 
 def repeated(group, case):

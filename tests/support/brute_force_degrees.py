@@ -47,6 +47,13 @@ def step_of_whole_plan(tables, model, batch, **planning):
             ahead, back = _exchange(own, ahead, back / 2, len(node.inputs) - experts.UP, costs)
             forward[stage] += ahead
             backward[stage] += back
+        elif (
+            own and node.call.sequence
+        ):  # heads in groups: one of them is exposed, the rest where it outlasts attention
+            groups, half = node.call.sequence.groups, len(own) // 2
+            for seconds, kernel, of_pass in ((forward, ahead, own[:half]), (backward, back, own[half:])):
+                sent_once = sum(of_pass) / groups
+                seconds[stage] += sent_once + max(kernel, sum(of_pass) - sent_once)
         else:
             forward[stage] += ahead + sum(own)
             backward[stage] += back

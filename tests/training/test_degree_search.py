@@ -152,12 +152,22 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("dp", "cp", "tp", "pp"), [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
-def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp):
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp", "pp", "sharing"),
+    [
+        (1, 4, 1, 1, ("gather", 2)),
+        (2, 2, 1, 1, ("heads", 1)),
+        (1, 2, 2, 1, ("heads", 1)),
+        (1, 2, 1, 2, ("heads", 2)),
+    ],
+)
+def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp, sharing):
     evaluation = searching._Search(traced(llama), 4, 64e9, "910b", lambda text: None).evaluation
-    each = Degrees(dp=dp, cp=cp, tp=tp, pp=pp, rows=2, micro_batches=4 // dp)
+    way, groups = sharing
+    each = Degrees(dp=dp, cp=cp, cp_exchange=way, cp_groups=groups, tp=tp, pp=pp, rows=2, micro_batches=4 // dp)
     tables = each.tables((), "910b", None)
     assert (tables["mesh"]["cp"], tables["sequence_dim"]) == (cp, "cp")
+    assert (tables["sequence_exchange"], tables["sequence_groups"]) == sharing
     model, batch = llama(rows=8)
     predicted, whole = evaluation.parts(each).total, step_of_whole_plan(tables, model, batch)
     if dp == 1:
@@ -196,6 +206,35 @@ def test_long_sequences_are_cut():
     model, batch = llama(rows=4)
     best = search_degrees(model, batch, ranks=4, memory=64e9, hardware="910b", cp=2).best
     assert {each.degrees.cp for each in best} == {2}
+
+
+def test_the_way_that_ranks_share_sequences_is_searched_too():
+    """What is not given takes the least time, and stands in the strategy, which then has the same price."""
+    model, batch = llama(rows=1)
+    job = {"ranks": 2, "memory": 64e9, "hardware": "910b", "cp": 2}
+    result = search_degrees(model, batch, **job)
+    best = result.best[0]
+    assert best.degrees.cp_exchange in ("heads", "gather") and best.degrees.cp_groups
+    assert f"cp 2 ({best.degrees.exchange_words})" in str(best)
+    given = {
+        (way, groups): search_degrees(model, batch, **job, cp_exchange=way, cp_groups=groups).best[0]
+        for way in ("heads", "gather")
+        for groups in (1, 2)
+    }
+    assert best.seconds == pytest.approx(min(each.seconds for each in given.values()))
+    assert {each.degrees.cp_exchange for key, each in given.items() if key[0] == "gather"} == {"gather"}
+    tables = result.tables()
+    assert (tables["sequence_exchange"], tables["sequence_groups"]) == (
+        best.degrees.cp_exchange,
+        best.degrees.cp_groups,
+    )
+    for options, words in (
+        ({"cp_exchange": "ring"}, "cp_exchange='ring': give one of heads, gather; a plan runs no ring"),
+        ({"cp_groups": 0}, "cp_groups=0: give a whole number from 1 to 64"),
+        ({"cp": 1, "cp_groups": 2}, "cp_groups=2: no ranks share a sequence"),
+    ):
+        with pytest.raises(StrategyOptionError, match=words):
+            search_degrees(model, batch, **(job | options))
 
 
 @pytest.mark.sample(2)

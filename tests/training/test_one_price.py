@@ -60,7 +60,21 @@ LAYOUTS = {
         4096,
         {"dp": 2, "ep": 8, "rows": 8, "micro_batches": 8, "zero_stage": 1, **PIPELINE},
     ),
-    "context parallel": ("llama2-7b", 32768, {"dp": 2, "cp": 8, "micro_batches": 4}),
+    "context parallel": (
+        "llama2-7b",
+        32768,
+        {"dp": 2, "cp": 8, "micro_batches": 4, "cp_exchange": "heads", "cp_groups": 1},
+    ),
+    "exchanged in groups": (
+        "llama2-7b",
+        32768,
+        {"dp": 2, "cp": 8, "micro_batches": 4, "cp_exchange": "heads", "cp_groups": 4},
+    ),
+    "gathered in groups": (
+        "llama3-8b",
+        32768,
+        {"dp": 2, "cp": 8, "micro_batches": 4, "cp_exchange": "gather", "cp_groups": 4},
+    ),
     "tensor parallel": (
         "gpt3-175b",
         2048,
@@ -86,6 +100,8 @@ def described(name, length, degrees, runtime=PLANNED):
         micro_batch=degrees.rows // degrees.ep,
         tp=degrees.tp,
         cp=degrees.cp,
+        cp_exchange=degrees.cp_exchange,
+        cp_groups=degrees.cp_groups or 1,
         ep=degrees.ep,
         activation=operators_of(runtime),
         rotary=operators_of(runtime),

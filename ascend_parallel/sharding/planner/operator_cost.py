@@ -8,9 +8,9 @@ from math import prod
 from ascend_parallel.sharding.graph import OpCall, TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape, cuts, shard
 from ascend_parallel.sharding.planner.options import Option
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, ALL_TO_ALL, MeshCosts, sent
+from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.rules import AllToAll, Reduction, experts, npu, own_collectives
+from ascend_parallel.sharding.rules import Exchange, Reduction, attention, experts, npu, own_collectives
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
 
 MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "npu_linear", "npu_bmmV2")
@@ -34,6 +34,8 @@ def passes(call: OpCall, option: Option, mesh_shape: tuple[int, ...], model: Cos
     inputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.inputs, option.inputs, strict=True)]
     outputs = [_local(meta, layout, mesh_shape) for meta, layout in zip(call.outputs, option.outputs, strict=True)]
     itemsize = call.outputs[0].dtype.itemsize if call.outputs else 0
+    if attention.exchange_dims(call, option.inputs):  # each rank's queries read the keys of the whole sequence
+        inputs[1] = (*inputs[1][:-2], call.inputs[1].shape[-2], inputs[1][-1])
     attended = _attention(call, inputs)
     if attended is not None:
         forward = model.attention(*attended, itemsize)
@@ -124,10 +126,11 @@ def op_collective_steps(call: OpCall, layouts: Sequence[Layout], costs: MeshCost
     return tuple(own_step(own, costs) for own in own_collectives(call, layouts, costs.shape))
 
 
-def own_step(own: Reduction | AllToAll, costs: MeshCosts) -> RedistributeStep:
-    """Return the step of a collective that an operator runs itself: an all-reduce, or an all-to-all of rows."""
-    kind, source, target = ALL_TO_ALL, shard(0), shard(0)
+def own_step(own: Reduction | Exchange, costs: MeshCosts) -> RedistributeStep:
+    """Return the step of a collective that an operator runs itself: an all-reduce, or one of an exchange of rows."""
     if isinstance(own, Reduction):
         kind, source, target = ALL_REDUCE, Placement("partial", op=own.op), REPLICATE
+    else:
+        kind, source, target = own.kind, shard(0), shard(0)
     nbytes, seconds = sent(kind, own.nbytes, costs.shape[own.mesh_dim]), costs.seconds(kind, own.nbytes, own.mesh_dim)
     return RedistributeStep(kind, own.mesh_dim, source, target, nbytes, seconds)

@@ -125,7 +125,7 @@ def signature(node: Node) -> Signature:
     if node.call is None:
         return (node.kind, node.outputs)
     call = node.call
-    return (call.name, repr(call.args), repr(dict(call.kwargs)), call.inputs, call.outputs)
+    return (call.name, repr(call.args), repr(dict(call.kwargs)), call.inputs, call.outputs, call.sequence)
 
 
 WHOLE = ("replicate", "partial_grad")

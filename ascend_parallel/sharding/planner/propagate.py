@@ -26,6 +26,7 @@ from ascend_parallel.sharding.planner.options import Option, Options
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.planner.shared_sequences import check_exchange, sharing_of
 from ascend_parallel.sharding.planner.under_backward import plan_under_backward
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import has_rule
@@ -58,6 +59,8 @@ def propagate(
     semi_auto: str | None = None,
     data_dim: str | None = None,
     sequence_dim: str | None = None,
+    sequence_exchange: str | None = None,
+    sequence_groups: int | None = None,
     expert_dim: str | None = None,
     only_data_cuts_batch: bool = False,
     memory_limit: float | None = None,
@@ -89,7 +92,10 @@ def propagate(
         there where possible, and parameters are whole there. The other mesh dimensions are unrestricted.
     sequence_dim
         The mesh dimension of context parallelism: as `data_dim`, but inputs are sharded there along their second
-        dimension, the sequence. Attention then gathers keys and values, or exchanges the sequence for the heads.
+        dimension, the sequence. Attention then exchanges the sequence for the heads, or gathers keys and values.
+    sequence_exchange, sequence_groups
+        How attention does: "heads" or "gather", and in how many groups of heads, each under the attention of another.
+        None: what takes least time; groups of the settings, one group without overlap.
     expert_dim
         The mesh dimension of expert parallelism; it may be `data_dim`. The batch is sharded there too, the experts of
         each `mixture_of_experts` lie in slices, and tokens go to their experts. Other parameters are whole there,
@@ -138,6 +144,7 @@ def propagate(
             f"sequence_dim={sequence_dim!r}: give one of the mesh dimensions {', '.join(mesh.dim_names)}, another than "
             "that of the data"
         )
+    check_exchange(sequence_exchange, sequence_groups, shared=sequence_dim is not None)
     if sequence_dim is not None and semi_auto is not None:
         raise ValueError(f"sequence_dim={sequence_dim!r} with semi_auto={semi_auto!r}: give data_dim in its place")
     if expert_dim is not None and (expert_dim not in mesh.dim_names or expert_dim in (sequence_dim, semi_auto)):
@@ -148,6 +155,7 @@ def propagate(
     _check_operators(graph, mesh, hardware)
     graph = with_batch_norms(graph, batch_norm)
     configured, costs = _read(strategies or {}, mesh), costs or MeshCosts.of(mesh, hardware)
+    settings, overlapped = settings or current_settings(), overlap_settings(overlap, settings)
     search = Search(
         graph,
         mesh,
@@ -160,7 +168,8 @@ def propagate(
         sequence_dim,
         expert_dim,
         only_data_cuts_batch=only_data_cuts_batch,
-        overlap=overlap_settings(overlap, settings),
+        sharing=sharing_of(sequence_exchange, sequence_groups, settings, overlapped),
+        overlap=overlapped,
         marked={**_placed(graph, mesh), **_marked(graph, mesh)},
         shared=shared or SharedTables(),
     )

@@ -48,6 +48,12 @@ from ascend_parallel.sharding.planner.overlapped_matmul import (
 from ascend_parallel.sharding.planner.pruning import solved_by_pruning
 from ascend_parallel.sharding.planner.search_tables import SharedTables
 from ascend_parallel.sharding.planner.sharding_plan import ADAM, ShardingPlan
+from ascend_parallel.sharding.planner.shared_sequences import (
+    exchange_prices,
+    settled,
+    shared_options,
+    with_shared_sequences,
+)
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
@@ -93,6 +99,8 @@ class Search:
 
     data, sequence, experts: the mesh dimensions that `propagate` calls data_dim (or semi_auto), sequence_dim and
     expert_dim. semi_auto: whether `data` is that of the semi-automatic mode.
+    sharing: how attention exchanges a shared sequence, and in how many groups, "" and 0 where the search chooses by
+    price; None: no attention exchanges.
     marked: strategies of nodes, used for nodes that no pattern of `strategies` names.
     overlap: the settings by which matmuls run with their collectives, which then cost what stays exposed (objective
     "time"); None: each collective costs its full time.
@@ -110,6 +118,7 @@ class Search:
     semi_auto: bool = False
     sequence: str | None = None
     experts: str | None = None
+    sharing: tuple[str, int] | None = None
     only_data_cuts_batch: bool = False
     configured: dict[str, str] = field(default_factory=dict)
     marked: Mapping[str, OperatorStrategy] = field(default_factory=dict)
@@ -120,6 +129,8 @@ class Search:
     def __post_init__(self) -> None:
         """Find the options of every node, restricted by the strategies."""
         self._shape = self.mesh.shape
+        if self.sequence is not None and self.sharing is not None:
+            self.graph = with_shared_sequences(self.graph, self.mesh.size(self.sequence), *self.sharing)
         tables = self.shared.of(self.mesh, self.costs, self.objective, self.hardware, self.overlap)
         self._exposed, self.edges, self._interned = tables.exposed, tables.edges, tables.interned
         self._model = CostModel(find_hardware(self.hardware))
@@ -153,6 +164,7 @@ class Search:
         if self.sequence is not None:
             along = self.mesh.dim(self.sequence)
             self.options = data_parallel_options(self.graph, self.options, self.configured, False, along, SEQUENCE)
+            self.options = shared_options(self.graph, self.options, self.configured, along, self._shape)
         self._drop_averages()
         self.readers = self.graph.readers()
         self._returned = frozenset(self.graph.returned)
@@ -279,7 +291,7 @@ class Search:
             if self._has_shared(value, readers)
         }
         return ShardingPlan(
-            graph=self.graph,
+            graph=settled(self.graph, picked, self.costs, self._model, computes=self._computes),
             mesh=self.mesh,
             costs=self.costs,
             objective=self.objective,
@@ -529,9 +541,18 @@ class Search:
             lambda: np.array([seconds_of(call, each, self._shape, self._model) for each in options]),
         )
 
+    @property
+    def _computes(self) -> bool:
+        """Whether computation counts."""
+        return self.objective == "time"
+
     def _own_cost(self, node: Node, option: Option) -> float:
         nbytes = sum(meta.local_bytes(out, self._shape) for meta, out in zip(node.outputs, option.outputs, strict=True))
         cost = TIE_BREAK * nbytes
+        if node.call is not None and (
+            prices := exchange_prices(node.call, option, self.costs, self._model, computes=self._computes)
+        ):
+            return cost + prices[0].forward + prices[0].backward
         if node.call is not None:
             cost += sum(step.seconds for step in op_collective_steps(node.call, option.inputs, self.costs))
         if node.call is not None and (self.objective == "time" or node.name in self._timed):

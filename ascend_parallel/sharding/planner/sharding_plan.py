@@ -138,6 +138,9 @@ class ShardingPlan:
             repr((sorted(self.shared_layouts.items(), key=repr), sorted(self.returned.items(), key=repr))).encode()
         )
         digest.update(repr(sorted(self.regathered, key=repr)).encode())
+        calls = ((name, node.call) for name, node in self.graph.nodes.items() if node.call is not None)
+        shared = [(name, call.sequence.exchange, call.sequence.groups) for name, call in calls if call.sequence]
+        digest.update(repr(shared).encode() if shared else b"")
         return digest.hexdigest()[:16]
 
     @property
@@ -153,8 +156,11 @@ class ShardingPlan:
         return sum(conversion.nbytes for conversion in self.conversions) + own
 
     def texts_inside(self, name: str) -> tuple[str, ...]:
-        """Return, as text, the collectives that an operator runs itself."""
-        return tuple(step.text(self.mesh.dim_names[step.mesh_dim]) for step in self.op_collectives.get(name, ()))
+        """Return, as text, the collectives that an operator runs itself; of a shared sequence why it runs these."""
+        texts = Counter(step.text(self.mesh.dim_names[step.mesh_dim]) for step in self.op_collectives.get(name, ()))
+        call = self.graph.nodes[name].call
+        reason = (call.sequence.reason,) if call is not None and call.sequence is not None else ()
+        return (*reason, *(f"{count} x {text}" if reason and count > 1 else text for text, count in texts.items()))
 
     def collectives(self) -> dict[str, int]:
         """Return the number of collectives of each kind in a step."""

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from ascend_parallel.ops.problem import ALL_REDUCE as MATMUL_ALL_REDUCE
 from ascend_parallel.ops.problem import REDUCE_SCATTER as MATMUL_REDUCE_SCATTER
+from ascend_parallel.tuning.cost_model import shared_attention
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 
 if TYPE_CHECKING:
     from ascend_parallel.sharding.mesh import ProcessMesh
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-ALL_TO_ALL, SEND = "all_to_all", "send"
+ALL_REDUCE = "all_reduce"
+ALL_GATHER, REDUCE_SCATTER = shared_attention.ALL_GATHER, shared_attention.REDUCE_SCATTER
+ALL_TO_ALL, SEND = shared_attention.ALL_TO_ALL, shared_attention.SEND
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND)
 
 

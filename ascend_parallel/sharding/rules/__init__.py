@@ -4,7 +4,8 @@ registry.py       registers and finds rules
 axes.py           the helpers that rules are built from
 local.py          a rank's part of a call: its local tensors and their position in the whole tensors
 pointwise.py      elementwise operators, dropout
-matmul.py         products: linear, matmul, einsum, convolutions, scaled_dot_product_attention
+matmul.py         products: linear, matmul, einsum, convolutions
+attention.py      scaled_dot_product_attention, also of sequences that ranks share
 views.py          reshape, transpose, slice, split, cat, repeat; arange, zeros, full
 reductions.py     sum, mean, softmax, sort: operators along dimensions; pooling; layer, RMS and group norm
 experts.py        mixtures of experts
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout
 from ascend_parallel.sharding.rules import (
+    attention,
     batch_norm,
     experts,
     indexing,
@@ -36,11 +38,11 @@ from ascend_parallel.sharding.rules import (
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, draws, everywhere, linear_in
 from ascend_parallel.sharding.rules.experts import mixture_of_experts
 from ascend_parallel.sharding.rules.local import LocalCall, Part
-from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, Reduction, find, register_rule
+from ascend_parallel.sharding.rules.registry import Exchange, OpPlacements, Reduction, find, register_rule
 
 __all__ = [
-    "AllToAll",
     "Axis",
+    "Exchange",
     "LocalCall",
     "OpPlacements",
     "Part",
@@ -49,6 +51,7 @@ __all__ = [
     "arguments",
     "cut",
     "draws",
+    "exchanges",
     "has_rule",
     "linear_in",
     "local_call",
@@ -58,7 +61,7 @@ __all__ = [
     "strategies",
 ]
 
-for _rules in (pointwise, matmul, views, reductions, batch_norm, per_sample, indexing, loss, npu, experts):
+for _rules in (pointwise, matmul, attention, views, reductions, batch_norm, per_sample, indexing, loss, npu, experts):
     _rules.register()
 
 
@@ -91,12 +94,17 @@ def allowed(call: OpCall, input_layouts: Sequence[Layout]) -> bool:
 
 def own_collectives(
     call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]
-) -> Sequence[Reduction | AllToAll]:
+) -> Sequence[Reduction | Exchange]:
     """Return the collectives that the operator itself runs with inputs in these layouts; most operators run none."""
     entry = find(call)
     if entry is None or entry.op_collectives is None:
         return []
     return entry.op_collectives(call, input_layouts, mesh_shape)
+
+
+def exchanges(call: OpCall, input_layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> bool:
+    """Tell whether an operator exchanges tokens or heads with other ranks: again in every second run."""
+    return any(isinstance(own, Exchange) for own in own_collectives(call, input_layouts, mesh_shape))
 
 
 def local_call(

@@ -26,8 +26,8 @@ from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, largest_local_shape, shard
 from ascend_parallel.sharding.rules.axes import Axis, arguments, cut
-from ascend_parallel.sharding.rules.local import ExpertRanks, Part
-from ascend_parallel.sharding.rules.registry import AllToAll, OpPlacements, register_rule
+from ascend_parallel.sharding.rules.local import ExchangeRanks, Part
+from ascend_parallel.sharding.rules.registry import Exchange, OpPlacements, register_rule
 from ascend_parallel.tuning.cost_model.experts import SORT_ACCESSES
 
 NAME = "ascend_parallel_moe::mixture_of_experts"
@@ -141,7 +141,7 @@ def _mixture(
     weights: Tensors,
     activation: str,
     held: Sequence[range],
-    ranks: ExpertRanks | None,
+    ranks: ExchangeRanks | None,
 ) -> torch.Tensor:
     """Return the part of the mixture of the experts that the ranks hold.
 
@@ -230,13 +230,13 @@ def exchange_dims(layouts: Sequence[Layout]) -> list[int]:
     return [dim for dim, (tokens, weights) in enumerate(pairs) if tokens.kind == weights.kind == "shard"]
 
 
-def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[AllToAll]:
+def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Exchange]:
     """Return the all-to-alls of a step: dispatch and combine, forward and backward, of equally loaded experts."""
     found = []
     for dim in exchange_dims(layouts):
         x, index = call.inputs[X], call.inputs[INDEX]
         line = x.local_bytes(layouts[X], mesh_shape) * mesh_shape[dim] * index.shape[-1]
-        found += [AllToAll(dim, line)] * 4
+        found += [Exchange(dim, line)] * 4
     return found
 
 
@@ -291,7 +291,7 @@ def _run(part: Part) -> torch.Tensor:
     if not dims:
         return _mixture(x, index, weight, weights, activation, [range(start, stop)], None)
     (dim,) = dims
-    ranks = part.expert_ranks(dim)
+    ranks = part.exchange_ranks(dim)
     shape, layout = part.call.inputs[UP].shape, part.input_layouts[UP]
     held = []
     for place in ranks.places:

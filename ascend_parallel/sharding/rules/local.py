@@ -25,13 +25,13 @@ class AllReduce(Protocol):
 
 
 @dataclass(frozen=True)
-class ExpertRanks:
-    """The ranks among which tokens go to their experts: those of this rank's line of a mesh dimension.
+class ExchangeRanks:
+    """The ranks among which an operator exchanges tokens or heads: those of this rank's line of a mesh dimension.
 
     places
         The index along the mesh dimension of each rank of `group`.
     settings
-        In how many groups the experts are exchanged.
+        In how many groups the experts, or the heads, are exchanged.
     """
 
     group: dist.ProcessGroup
@@ -39,7 +39,7 @@ class ExpertRanks:
     settings: Settings
 
 
-FindExpertRanks = Callable[[int], ExpertRanks]
+FindExchangeRanks = Callable[[int], ExchangeRanks]
 """Returns the ranks along a mesh dimension."""
 
 
@@ -70,7 +70,7 @@ class LocalCall:
         inputs: Sequence[torch.Tensor],
         all_reduce: AllReduce | None = None,
         stream: str = "",
-        find_expert_ranks: FindExpertRanks | None = None,
+        find_exchange_ranks: FindExchangeRanks | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the local outputs; differentiable by autograd.
 
@@ -80,15 +80,15 @@ class LocalCall:
             For an operator that runs collectives itself (`Reduction`).
         stream
             Names the call's random numbers, for operators that draw them; the same on all ranks.
-        find_expert_ranks
-            For an operator that sends tokens to experts (`AllToAll`).
+        find_exchange_ranks
+            For an operator that exchanges tokens or heads (`Exchange`).
         """
         if self.draws:
             result = self._seeded(Part(self, tuple(inputs), all_reduce, stream))
         elif self.run is None:
             result = self.operator(inputs)
         else:
-            result = self.run(Part(self, tuple(inputs), all_reduce, stream, find_expert_ranks))
+            result = self.run(Part(self, tuple(inputs), all_reduce, stream, find_exchange_ranks))
         if isinstance(result, torch.Tensor):
             return (result,)
         return tuple(tensor for tensor in result if isinstance(tensor, torch.Tensor))
@@ -209,15 +209,15 @@ class Part:
         For an operator that runs collectives itself (`Reduction`); None without other ranks.
     stream
         Names the call's random numbers, the same on all ranks; another stream, other numbers. "": the call draws none.
-    find_expert_ranks
-        For an operator that sends tokens to experts (`AllToAll`); None without other ranks.
+    find_exchange_ranks
+        For an operator that exchanges tokens or heads (`Exchange`); None without other ranks.
     """
 
     local: LocalCall
     inputs: tuple[torch.Tensor, ...]
     all_reduce: AllReduce | None = None
     stream: str = ""
-    find_expert_ranks: FindExpertRanks | None = None
+    find_exchange_ranks: FindExchangeRanks | None = None
 
     @property
     def call(self) -> OpCall:
@@ -270,11 +270,11 @@ class Part:
             raise RuntimeError(f"{self.call.name} runs a collective itself here: give all_reduce")
         return self.all_reduce(tensor, mesh_dim, op, direction)
 
-    def expert_ranks(self, mesh_dim: int) -> ExpertRanks:
-        """Return the ranks among which tokens go to their experts along a mesh dimension."""
-        if self.find_expert_ranks is None:
-            raise RuntimeError(f"{self.call.name} sends tokens to other ranks here: give find_expert_ranks")
-        return self.find_expert_ranks(mesh_dim)
+    def exchange_ranks(self, mesh_dim: int) -> ExchangeRanks:
+        """Return the ranks among which the operator exchanges tokens or heads along a mesh dimension."""
+        if self.find_exchange_ranks is None:
+            raise RuntimeError(f"{self.call.name} exchanges tokens with other ranks here: give find_exchange_ranks")
+        return self.find_exchange_ranks(mesh_dim)
 
     def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local tensors, with the named arguments replaced.

@@ -1,4 +1,4 @@
-"""Products: linear, matmul and similar operators, einsum, convolutions, scaled_dot_product_attention.
+"""Products: linear, matmul and similar operators, einsum, convolutions.
 
 Sharding the contracted axis gives partial sums. Only the first rank then adds the bias: the bias's gradient is whole
 there and zero elsewhere, a partial sum, so the bias is "partial_grad".
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import SUM
-from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place, same
+from ascend_parallel.sharding.rules.axes import Axis, arguments, cut, lettered, linear_in, place
 from ascend_parallel.sharding.rules.local import Part
 from ascend_parallel.sharding.rules.registry import OpPlacements, Rule, register_all, register_rule
 
@@ -118,56 +116,6 @@ def run_convolution(part: Part) -> Any:
     return part.run(**changed)
 
 
-def attention(call: OpCall) -> list[OpPlacements]:
-    """Shard batch, heads or L: query [..., Hq, L, E], key and value [..., Hkv, S, E], mask -> [..., Hq, L, S].
-
-    With enable_gqa a rank has Hkv / R key heads and the Hq / R query heads that use them. Keys and values are
-    partial_grad where the query length L is sharded (`run_attention`).
-    """
-    named, dims = arguments(call), len(call.outputs[0].shape)
-    grouped = bool(named.get("enable_gqa"))
-    axes = [_batch_axis(call, dim, grouped and dim == dims - 3) for dim in range(dims - 2)]
-    mask = place(named["attn_mask"])
-    tall = [mask is not None and len(meta.shape) > 1 and meta.shape[-2] > 1 for meta in call.inputs]
-    own = [len(meta.shape) - 2 if tall[index] and index == mask else None for index, meta in enumerate(call.inputs)]
-    own[0] = len(call.inputs[0].shape) - 2
-    axes.append(Axis(tuple(own), (dims - 2,)))
-    return cut(call, axes)
-
-
-def run_attention(part: Part) -> Any:
-    """Attend causally from this rank's queries: each sees the keys up to its own place in the whole sequence.
-
-    Keys after the slice's last query are left out, so the first ranks compute less than the last ones.
-    """
-    start, stop = part.input_bounds(0)[-2]
-    if not arguments(part.call)["is_causal"] or stop - start == part.call.inputs[0].shape[-2]:
-        return part.run()
-    seen = min(stop, part.call.inputs[1].shape[-2])
-    key, value = (tensor.narrow(-2, 0, seen) for tensor in part.inputs[1:3])
-    mask = torch.ones(stop - start, seen, dtype=torch.bool, device=key.device).tril(start)
-    return part.run(key=key, value=value, attn_mask=mask, is_causal=False)
-
-
-def _batch_axis(call: OpCall, dim: int, grouped: bool) -> Axis:
-    """Return the axis of a batch dimension or of the heads; tensors of size 1 there are broadcast."""
-    dims, size = len(call.outputs[0].shape), call.outputs[0].shape[dim]
-
-    def of(meta: Any) -> int | None:
-        own = dim - dims + len(meta.shape)
-        return own if own >= 0 and (meta.shape[own] == size or (grouped and meta.shape[own] > 1)) else None
-
-    return Axis(tuple(of(meta) for meta in call.inputs), (dim,))
-
-
-def flash_on_cpu(call: OpCall) -> list[OpPlacements]:
-    """Shard B or H of the decomposed CPU operator: [B, H, L, E], and log-sums [B, H, L]."""
-    rest = [None if place(arguments(call).get("attn_mask")) == index else 0 for index in range(len(call.inputs))]
-    if None in rest:
-        return []
-    return cut(call, same(call, (0, 1)))
-
-
 def register() -> None:
     """Register this file's rules."""
     register_rule("aten.linear", linear, run_biased)
@@ -181,5 +129,3 @@ def register() -> None:
         register_rule(name, grouped)
     names = "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
     register_all(names, convolution, run_convolution)
-    register_rule("aten.scaled_dot_product_attention", attention, run_attention)
-    register_rule("aten._scaled_dot_product_flash_attention_for_cpu", flash_on_cpu)

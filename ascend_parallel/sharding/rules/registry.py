@@ -9,6 +9,7 @@ from typing import Any, overload
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import Layout, Placement
 from ascend_parallel.sharding.rules.local import Part
+from ascend_parallel.tuning.cost_model.shared_attention import ALL_TO_ALL
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,18 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class AllToAll:
-    """An all-to-all that a rule's implementation runs inside the operator, along one mesh dimension.
+class Exchange:
+    """A collective of an exchange that a rule's implementation runs inside the operator, along one mesh dimension.
 
     nbytes
-        The bytes of the slices of all ranks together.
+        The bytes of the slices of all ranks together; of "send" those of a rank.
+    kind
+        "all_to_all", "all_gather", "reduce_scatter" or "send".
     """
 
     mesh_dim: int
     nbytes: float
+    kind: str = ALL_TO_ALL
 
 
 Rule = Callable[[OpCall], Iterable[OpPlacements]]
@@ -55,7 +59,7 @@ Rule = Callable[[OpCall], Iterable[OpPlacements]]
 Run = Callable[[Part], Any]
 """Runs a rank's part, where the operator's call on local tensors would be wrong."""
 
-OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], Sequence[Reduction | AllToAll]]
+OpCollectives = Callable[[OpCall, Sequence[Layout], Sequence[int]], Sequence[Reduction | Exchange]]
 """Returns the collectives of a step that an operator runs itself, from its inputs' layouts and the mesh's shape."""
 
 Allows = Callable[[OpCall, Sequence[Layout]], bool]

@@ -17,7 +17,7 @@ from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, with_pla
 from ascend_parallel.sharding.planner.operator_cost import ATTENTION, VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rules import experts
+from ascend_parallel.sharding.rules import attention, experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -156,6 +156,8 @@ class SavedTensors:
             return {}
         if node.call.name == experts.CALL:
             return self._by_experts(node, node.call)
+        if attention.exchange_dims(node.call, self._schedule.inputs[node.name]):
+            return self._by_shared_attention(node, node.call)
         saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
         for place in saves.inputs:
             read = self._schedule.inputs[node.name][place]
@@ -180,6 +182,12 @@ class SavedTensors:
         found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
         found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found
+
+    def _by_shared_attention(self, node: Node, call: OpCall) -> _Tensors:
+        """Return what an attention saves whose sequence ranks share: what it has of whole sequences, and its sums."""
+        layouts, shape = self._schedule.inputs[node.name], self._plan.mesh.shape
+        sums = attention_saves(call).inside * self._share(node)
+        return {(Value(node.name), INSIDE): attention.saved_bytes(call, layouts, shape) + sums}
 
     def by_block(self, block: CheckpointedBlock) -> _Tensors:
         """Return the tensors that a checkpointed block keeps."""

@@ -9,7 +9,7 @@ from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.planner.operator_cost import VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.rules import draws, experts
+from ascend_parallel.sharding.rules import draws, exchanges
 from ascend_parallel.sharding.runtime.overlap_pass import Schedule
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
@@ -190,9 +190,8 @@ class _BlockBuilder:
         )
 
     def _exchanges(self, node: Node) -> bool:
-        """Tell whether tokens go to their experts in an operator, which they do again in the second run."""
-        is_mixture = node.call is not None and node.call.name == experts.CALL
-        return is_mixture and bool(experts.exchange_dims(self._schedule.inputs[node.name]))
+        """Tell whether an operator exchanges tokens or heads, which it does again in the second run."""
+        return node.call is not None and exchanges(node.call, self._schedule.inputs[node.name], self._plan.mesh.shape)
 
     def _kept(self, nodes: Sequence[Node], owner: str | None) -> set[str]:
         """Return the kept nodes. Around single operators these are all other nodes that draw no random numbers."""

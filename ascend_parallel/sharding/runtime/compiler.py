@@ -17,8 +17,8 @@ from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import Observer
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
-from ascend_parallel.sharding.rules import AllToAll, Reduction, local_call, own_collectives
-from ascend_parallel.sharding.rules.local import AllReduce, ExpertRanks
+from ascend_parallel.sharding.rules import Reduction, exchanges, local_call, own_collectives
+from ascend_parallel.sharding.rules.local import AllReduce, ExchangeRanks
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
 from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel, SyncBoundary
@@ -244,18 +244,18 @@ class _Compiler:
         mesh_shape, given = plan.mesh.shape, [self._schedule.layouts[value] for value in node.values]
         local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
         own = own_collectives(call, layouts, mesh_shape)
-        if any(isinstance(collective, AllToAll) for collective in own):
-            return Run(reads, self._given(node), node, local, None, keep, gathers, self._expert_ranks)
+        if exchanges(call, layouts, mesh_shape):
+            return Run(reads, self._given(node), node, local, None, keep, gathers, self._exchange_ranks)
         all_reduce = None
         if own:
             count = Counting(self._rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
             all_reduce = all_reducer(plan.mesh, plan.costs, count)
         return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
 
-    def _expert_ranks(self, mesh_dim: int) -> ExpertRanks:
+    def _exchange_ranks(self, mesh_dim: int) -> ExchangeRanks:
         mesh, rank_plan = self._plan.mesh, self._rank_plan
         places = mesh.places_in_group(mesh_dim, rank_plan.coordinate)
-        return ExpertRanks(mesh.group(mesh_dim), places, rank_plan.settings)
+        return ExchangeRanks(mesh.group(mesh_dim), places, rank_plan.settings)
 
     def _given(self, node: Node) -> tuple[int, ...]:
         """Return new registers for a node's outputs."""

@@ -11,7 +11,7 @@ import torch
 from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
-from ascend_parallel.sharding.rules.local import AllReduce, FindExpertRanks
+from ascend_parallel.sharding.rules.local import AllReduce, FindExchangeRanks
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
@@ -54,8 +54,8 @@ class Run(Instruction):
         In a checkpointed block: keep the results for the second run.
     gathers
         The inputs that backward gathers again.
-    find_expert_ranks
-        For an operator that sends tokens to experts. It communicates again in the second run of a checkpointed block.
+    find_exchange_ranks
+        For an operator that exchanges tokens or heads. It communicates again in the second run of a checkpointed block.
     """
 
     node: Node
@@ -63,7 +63,7 @@ class Run(Instruction):
     all_reduce: AllReduce | None = None
     keep: bool = False
     gathers: tuple[Gather, ...] = ()
-    find_expert_ranks: FindExpertRanks | None = None
+    find_exchange_ranks: FindExchangeRanks | None = None
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the operator."""
@@ -84,12 +84,12 @@ class Run(Instruction):
     @property
     def communicates(self) -> bool:
         """Whether the operator itself communicates."""
-        return self.all_reduce is not None or self.find_expert_ranks is not None
+        return self.all_reduce is not None or self.find_exchange_ranks is not None
 
     def compute(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
         """Return the outputs for these inputs; `stream` names the forward's random numbers."""
         names = f"{stream}/{self.node.name}" if self.local.draws else ""
-        outputs = self.local(inputs, all_reduce or self.all_reduce, names, self.find_expert_ranks)
+        outputs = self.local(inputs, all_reduce or self.all_reduce, names, self.find_exchange_ranks)
         if len(outputs) != len(self.node.outputs):
             raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
         return outputs

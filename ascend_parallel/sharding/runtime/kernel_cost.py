@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, with_placement
+from ascend_parallel.sharding.planner.operator_cost import passes
+from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
+from ascend_parallel.sharding.planner.shared_sequences import exchange_prices
 from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
+from ascend_parallel.tuning.cost_model.cost import CostModel
 
 
 @dataclass(frozen=True)
@@ -21,24 +26,46 @@ class ExposedCollectives:
         The plan with the redistributions alone that no kernel runs.
     kernels
         The exposed seconds of forward and backward of each kernel, by its first node.
+    exchanges
+        Those of each attention whose sequence ranks share.
     """
 
     rest: ShardingPlan
     kernels: Mapping[str, tuple[float, float]]
+    exchanges: Mapping[str, tuple[float, float]]
 
     @property
     def seconds(self) -> float:
         """Predicted time of the collectives of a step, forward and backward."""
-        return self.rest.seconds + sum(map(sum, self.kernels.values()))
+        full = sum(step.seconds for name in self.exchanges for step in self.rest.op_collectives[name])
+        exposed = chain(self.kernels.values(), self.exchanges.values())
+        return self.rest.seconds - full + sum(map(sum, exposed))
 
 
 def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
     """Return what the collectives of a plan cost; in full if it was not planned to run overlapped."""
+    hardware = plan.costs.hardware
+    exchanges = exposed_exchanges(plan, CostModel(hardware)) if hardware is not None else {}
     if plan.overlap is None:
-        return ExposedCollectives(plan, {})
+        return ExposedCollectives(plan, {}, exchanges)
     schedule, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
     rest = schedule.applied_to(plan)
-    return ExposedCollectives(rest, {name: _exposed(kernel, rest, costs) for name, kernel in schedule.kernels.items()})
+    kernels = {name: _exposed(kernel, rest, costs) for name, kernel in schedule.kernels.items()}
+    return ExposedCollectives(rest, kernels, exchanges)
+
+
+def exposed_exchanges(plan: ShardingPlan, model: CostModel) -> dict[str, tuple[float, float]]:
+    """Return the exposed seconds, forward and backward, of each attention whose sequence ranks share, by its node."""
+    found: dict[str, tuple[float, float]] = {}
+    for node in plan.graph.nodes.values():
+        if node.call is None or node.call.sequence is None:
+            continue
+        option = Option(plan.inputs[node.name], plan.output_layouts(node))
+        for price in exchange_prices(node.call, option, plan.costs, model):
+            forward, backward = passes(node.call, option, plan.mesh.shape, model)
+            backward = price.backward - backward if node.values[0] in plan.differentiable else 0.0
+            found[node.name] = price.forward - forward, backward
+    return found
 
 
 def _exposed(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> tuple[float, float]:

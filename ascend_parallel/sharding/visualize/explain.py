@@ -45,7 +45,8 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
     """
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(plan.collectives().items())) or "none"
     memory = held or plan.memory()
-    exposed = "" if plan.overlap is None else f", of which {1e3 * exposed_seconds(plan):.3f} ms stay exposed"
+    overlaps = plan.overlap is not None or any(map(_in_groups, plan.graph.of_kind(CALL)))
+    exposed = f", of which {1e3 * exposed_seconds(plan):.3f} ms stay exposed" if overlaps else ""
     return [
         headline(plan),
         f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
@@ -65,6 +66,11 @@ def headline(plan: ShardingPlan) -> str:
     proof = "the least there is" if plan.bound is None else f"no plan costs less than {1e3 * plan.bound:.3f} ms"
     calls = len(plan.graph.of_kind(CALL))
     return f"{calls} operators on a mesh of {mesh}; objective {objective}: {1e3 * plan.cost:.3f} ms, {proof}"
+
+
+def _in_groups(node: Node) -> bool:
+    """Tell whether an attention exchanges heads, or gathers keys, in several groups."""
+    return node.call is not None and node.call.sequence is not None and node.call.sequence.groups > 1
 
 
 def exposed_seconds(plan: ShardingPlan) -> float:

@@ -359,7 +359,9 @@ class _At:
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared
-        self.work: OperatorCosts = evaluation.planner.work(shared.rows, shared.tp, shared.dp, shared.ep, shared.cp)
+        sharing = shared.cp_exchange, shared.cp_groups
+        sizes = shared.rows, shared.tp, shared.dp, shared.ep, shared.cp
+        self.work: OperatorCosts = evaluation.planner.work(*sizes, sharing)
         self.sums: StageSums = evaluation.sums(self.work, shared.stages)
         several = shared.pp > 1
         ranks = stages_of(shared.schedule, shared.pp, shared.stages) if several else (0,) * shared.stages

@@ -44,16 +44,21 @@ class Planner:
         """Return the costs of collectives on a mesh of dp replicas of so many ranks."""
         return MeshCosts.of(ProcessMesh(np.arange(dp * replica).reshape(dp, replica), [DATA, TENSOR]), self._hardware)
 
-    def _work(self, rows: int, tp: int, dp: int, ep: int = 1, cp: int = 1) -> OperatorCosts:
-        """Return the work of a micro-batch of `rows` rows on `ep` x `cp` x `tp` ranks, with `dp` replicas."""
-        plan = self._plan(rows, tp, dp, ep, cp)
+    def _work(
+        self, rows: int, tp: int, dp: int, ep: int = 1, cp: int = 1, sharing: tuple[str, int] = ("", 0)
+    ) -> OperatorCosts:
+        """Return the work of a micro-batch of `rows` rows on `ep` x `cp` x `tp` ranks, with `dp` replicas.
+
+        sharing: how `cp` ranks share sequences, and in how many groups; "" and 0: what takes least time.
+        """
+        plan = self._plan(rows, tp, dp, ep, cp, sharing)
         key = rows, tp, ep, cp, plan.digest
         if key not in self._known:
             self._known[key] = work_of(self._folded(rows), plan, self._settings, self._ranks)
         return self._known[key]
 
-    def _plan(self, rows: int, tp: int, dp: int, ep: int, cp: int) -> ShardingPlan:
-        search, base = self._problem(rows, tp, ep, cp)
+    def _plan(self, rows: int, tp: int, dp: int, ep: int, cp: int, sharing: tuple[str, int]) -> ShardingPlan:
+        search, base = self._problem(rows, tp, ep, cp, sharing)
         problem = AssignmentProblem(dict(base.sizes), dict(base.own), base.pairs)
         costs, shape = self.costs(dp, ep * cp * tp), tuple(search.mesh.shape)
         for node in search.graph.nodes.values() if dp > 1 else ():
@@ -64,7 +69,9 @@ class Planner:
         warn_if_unproven(search, plan)
         return slice_replicated(plan)
 
-    def _problem_of(self, rows: int, tp: int, ep: int, cp: int) -> tuple[Search, AssignmentProblem]:
+    def _problem_of(
+        self, rows: int, tp: int, ep: int, cp: int, sharing: tuple[str, int]
+    ) -> tuple[Search, AssignmentProblem]:
         around = {name: size for name, size in ((EXPERTS, ep), (SEQUENCE, cp)) if size > 1}
         sizes = *around.values(), tp
         mesh = ProcessMesh(np.arange(prod(sizes)).reshape(sizes), [*around, TENSOR])
@@ -80,6 +87,7 @@ class Planner:
             self._hardware,
             costs,
             sequence=sequence,
+            sharing=sharing if self._settings.arithmetic.hides_sums else None,
             experts=experts,
             overlap=overlap,
         )

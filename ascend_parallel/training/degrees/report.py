@@ -123,7 +123,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(place),
         str(degrees.dp),
         str(degrees.ep),
-        str(degrees.cp),
+        f"{degrees.cp} ({degrees.exchange_words})" if degrees.exchange_words else str(degrees.cp),
         candidate.tensor,
         str(degrees.pp),
         f"{degrees.micro_batches} of {degrees.rows}",

@@ -26,7 +26,15 @@ from ascend_parallel.training.degrees.evaluation import Evaluation, StepBreakdow
 from ascend_parallel.training.degrees.folding import FoldedGraph, fold
 from ascend_parallel.training.degrees.planning import Planner
 from ascend_parallel.training.degrees.rescaling import GraphFamily
-from ascend_parallel.training.degrees.space import Degrees, choices, expert_degrees, meshes, sequence_degrees, sizes
+from ascend_parallel.training.degrees.space import (
+    Degrees,
+    choices,
+    expert_degrees,
+    meshes,
+    sequence_degrees,
+    sharing_given,
+    sizes,
+)
 from ascend_parallel.training.degrees.work import NONE
 from ascend_parallel.training.loss import Loss, mean_loss, trace_with_loss
 from ascend_parallel.training.options import AmpOptions, StrategyOptionError
@@ -249,6 +257,8 @@ def search_degrees(
     progress: Progress | None = None,
     ep: int | None = None,
     cp: int | None = None,
+    cp_exchange: str | None = None,
+    cp_groups: int | None = None,
 ) -> SearchResult:
     """Search dp x ep x cp x tp x pp, micro-batches, schedule, recompute and ZeRO stage for the fastest training step.
 
@@ -265,6 +275,9 @@ def search_degrees(
         The ranks that share the experts of each `mixture_of_experts`; None: searched. A model without experts has 1.
     cp
         The ranks that share each sequence; None: searched for sequences of 32768 tokens or more, else 1.
+    cp_exchange, cp_groups
+        How these bring a sequence together, "heads" (Ulysses) or "gather", and in how many groups of heads; None: what
+        takes least time. Plans run no ring.
 
     Raises `StrategyOptionError` for arguments that are not allowed, and for a model with strategies of its own;
     `MemoryLimitError`, naming the least memory, if nothing fits; `TraceError`; `PlanningError` for the hardware.
@@ -286,7 +299,17 @@ def search_degrees(
         length=length_of(batch),
         tokens=tokens_of(batch) // rows,
     )
-    return search_traced(traced, ranks=ranks, memory=memory, hardware=hardware, progress=progress, ep=ep, cp=cp)
+    return search_traced(
+        traced,
+        ranks=ranks,
+        memory=memory,
+        hardware=hardware,
+        progress=progress,
+        ep=ep,
+        cp=cp,
+        cp_exchange=cp_exchange,
+        cp_groups=cp_groups,
+    )
 
 
 def search_traced(
@@ -298,10 +321,13 @@ def search_traced(
     progress: Progress | None = None,
     ep: int | None = None,
     cp: int | None = None,
+    cp_exchange: str | None = None,
+    cp_groups: int | None = None,
 ) -> SearchResult:
     """Search as `search_degrees`, for a model by its graphs."""
     check_job(ranks, memory, hardware)
-    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep, cp).run()
+    sharing = sharing_given(cp, cp_exchange, cp_groups)
+    return _Search(traced, ranks, float(memory), hardware, progress or (lambda text: None), ep, cp, sharing).run()
 
 
 def experts_of(graph: Graph) -> int:
@@ -313,6 +339,8 @@ def experts_of(graph: Graph) -> int:
 def candidate_of(evaluation: Evaluation, degrees: Degrees, memory: RankBytes) -> Candidate:
     """Return degrees with their time, and what runs."""
     work = evaluation.at(degrees).work
+    if work.sharing is not None:
+        degrees = replace(degrees, cp_exchange=work.sharing.exchange, cp_groups=work.sharing.groups)
     recomputed = evaluation.recomputed(degrees) if degrees.recompute_layers else ()
     parts = evaluation.parts(degrees)
     return Candidate(degrees, parts, memory, work.gathers_weights, work.whole_weights, recomputed)
@@ -328,13 +356,14 @@ class _Search:
         progress: Progress,
         ep: int | None = None,
         cp: int | None = None,
+        sharing: tuple[str, int] = ("", 0),
     ) -> None:
         self._traced, self._ranks, self._limit, self._progress = traced, ranks, limit, progress
         self._hardware, self._folded = hardware, cache(GraphFamily(self._trace).at)
         known = find_hardware(hardware)
         planner = Planner(self._folded, known, current_settings(), ranks=ranks)
         self.evaluation = Evaluation(known, planner, masters=traced.masters)
-        self._ep, self._cp = ep, cp
+        self._ep, self._cp, self._sharing = ep, cp, sharing
         self._considered, self._layers = 0, tuple[str, ...]()
         # Candidates that do not fit, with a lower bound of their memory; and the fastest of them that was planned.
         self._rejected: list[tuple[float, int, Degrees]] = []
@@ -397,7 +426,7 @@ class _Search:
                     continue
                 apart = "".join(f" x {name} {count}" for name, count in (("ep", ep), ("cp", cp)) if count > 1)
                 self._progress(f"micro-batches of {size} rows, dp {dp}{apart} x tp {tp} x pp {pp}")
-                for degrees in choices(shape, size, replica // size, first.layers, most):
+                for degrees in choices(shape, size, replica // size, first.layers, most, self._sharing):
                     self._considered += 1
                     least = self.evaluation.least_activations(degrees)
                     if least > self._limit:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ascend_parallel.sharding.planner.shared_sequences import check_exchange
 from ascend_parallel.training.degrees.work import NONE, RECOMPUTE, TENSOR, recompute_of
 from ascend_parallel.training.options import StrategyOptionError
 from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
@@ -38,6 +39,9 @@ class Degrees:
         Ranks of a replica that share each layer's experts; they share the batch, too. 1: a rank holds all experts.
     cp
         Ranks of a replica that share each sequence (`Strategy.sequence_dim`).
+    cp_exchange, cp_groups
+        How attention brings a sequence together, "heads" or "gather", and in how many groups; "" and 0: the search of
+        layouts chooses by price.
     rows
         Rows of the batch (sequences) of one replica's micro-batch.
     recompute
@@ -53,6 +57,8 @@ class Degrees:
     micro_batches: int
     ep: int = 1
     cp: int = 1
+    cp_exchange: str = ""
+    cp_groups: int = 0
     schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: str = NONE
@@ -77,6 +83,8 @@ class Degrees:
             tables |= {"mesh": {DATA: self.dp, EXPERTS: self.ep, TENSOR: self.tp}, "expert_dim": EXPERTS}
         if self.cp > 1:
             tables |= {"mesh": {DATA: self.dp, SEQUENCE: self.cp, TENSOR: self.tp}, "sequence_dim": SEQUENCE}
+            tables |= {"sequence_exchange": self.cp_exchange} if self.cp_exchange else {}
+            tables |= {"sequence_groups": self.cp_groups} if self.cp_groups else {}
         pipeline: dict[str, Any] = {"micro_batches": self.micro_batches}
         if self.pp > 1:
             pipeline |= {"degree": self.pp, "schedule": self.schedule, "virtual_stages": self.virtual_stages}
@@ -106,11 +114,18 @@ class Degrees:
         """Return the degrees in words."""
         pipeline = f", {self.schedule_words}" if self.pp > 1 else ""
         experts = "".join(f" x {name} {size}" for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1)
+        experts += f" ({self.exchange_words})" if self.exchange_words else ""
         batches = "micro-batches" if self.micro_batches > 1 else "micro-batch"
         return (
             f"dp {self.dp}{experts} x tp {self.tp} x pp {self.pp}, {self.micro_batches} {batches} of {self.rows}"
             f"{pipeline}, recompute {self.recompute_words}, ZeRO {self.zero_stage}"
         )
+
+    @property
+    def exchange_words(self) -> str:
+        """How ranks share sequences, if it is chosen: "heads, 4 groups"."""
+        groups = f", {self.cp_groups} groups" if self.cp_groups > 1 else ""
+        return f"{self.cp_exchange}{groups}" if self.cp > 1 and self.cp_exchange else ""
 
     @property
     def schedule_words(self) -> str:
@@ -177,18 +192,37 @@ def sequence_degrees(ranks: int, length: int, given: int | None) -> tuple[int, .
     return tuple(cp for cp in PARTS if ranks % cp == length % cp == 0) if length >= LONG else (1,)
 
 
+def sharing_given(cp: int | None, exchange: str | None, groups: int | None) -> tuple[str, int]:
+    """Return `Degrees.cp_exchange` and `cp_groups` as they are given.
+
+    Raises `StrategyOptionError` for values that are not allowed, and for either with a `cp` of 1.
+    """
+    try:
+        check_exchange(exchange, groups, shared=cp != 1, option="cp")
+    except ValueError as error:
+        raise StrategyOptionError(str(error)) from error
+    return exchange or "", groups or 0
+
+
 def sizes(rows: int) -> list[int]:
     """Return the micro-batches' rows to try, ascending: powers of two that divide `rows`, and `rows` itself."""
     powers = [1 << power for power in range(rows.bit_length())]
     return sorted({size for size in powers if rows % size == 0} | {rows})
 
 
-def choices(mesh: Mesh, rows: int, micro_batches: int, layers: Sequence[str], most_stages: int) -> Iterator[Degrees]:
+def choices(
+    mesh: Mesh,
+    rows: int,
+    micro_batches: int,
+    layers: Sequence[str],
+    most_stages: int,
+    sharing: tuple[str, int] = ("", 0),
+) -> Iterator[Degrees]:
     """Yield the degrees of a mesh and micro-batch: schedules, recompute and ZeRO stages that go together.
 
     Left out: what the package refuses (recompute with schedules that split backward), what docs/optimizer-parallel.md
     advises against (stage 2 with a pipeline, which accumulates whole gradients; stage 3, whose gathers would run for
-    each micro-batch of each stage), and stages of ZeRO without replicas.
+    each micro-batch of each stage), and stages of ZeRO without replicas. sharing: `Degrees.cp_exchange`, `cp_groups`.
     """
     dp, ep, cp, tp, pp = mesh
     schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
@@ -204,6 +238,8 @@ def choices(mesh: Mesh, rows: int, micro_batches: int, layers: Sequence[str], mo
                     dp=dp,
                     ep=ep,
                     cp=cp,
+                    cp_exchange=sharing[0] if cp > 1 else "",
+                    cp_groups=sharing[1] if cp > 1 else 0,
                     tp=tp,
                     pp=pp,
                     rows=rows,

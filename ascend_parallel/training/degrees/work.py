@@ -13,17 +13,17 @@ import numpy.typing as npt
 from ascend_parallel.ops.problem import EXPERT_EXCHANGE, Problem
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.settings import Settings
-from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, OpCall, Value
+from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, OpCall, SharedSequence, Value
 from ascend_parallel.sharding.layout import Layout, Shape, local_shape
 from ascend_parallel.sharding.planner.gradient_sums import summed_dims
 from ascend_parallel.sharding.planner.operator_cost import FREE, passes
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_TO_ALL, MeshCosts
-from ascend_parallel.sharding.rules import experts
+from ascend_parallel.sharding.rules import exchanges, experts
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
-from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
+from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives, exposed_exchanges
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.training.degrees.folding import FoldedGraph, LayerSpan
@@ -113,6 +113,13 @@ class OperatorCosts:
     kept: Mapping[str, RecomputeCost]
     spans: tuple[LayerSpan, ...]
 
+    @property
+    def sharing(self) -> SharedSequence | None:
+        """How ranks share sequences in the attention that takes longest; None: in none."""
+        calls = (node.call for node in self.plan.graph.nodes.values() if node.call is not None and node.call.sequence)
+        longest = max(calls, key=lambda call: prod(call.inputs[0].shape), default=None)
+        return None if longest is None else longest.sequence
+
 
 def recompute_of(kind: str, layers: Sequence[str]) -> Recompute:
     """Return the option of a strategy for a kind of recompute of the modules `layers`."""
@@ -134,7 +141,7 @@ def work_of(
     """
     hardware = plan.costs.hardware
     assert hardware is not None
-    calls = [node for node in folded.graph.nodes.values() if node.kind == CALL]
+    calls = [plan.graph.nodes[node.name] for node in folded.graph.of_kind(CALL)]
     model = CostModel(hardware.of_slowest(ranks))
     forward, backward = np.array([_passes(plan, node, model) for node in calls]).reshape(-1, 2).T
     if recomputes is None:
@@ -196,8 +203,14 @@ class _Pricing:
             else:
                 self.backward[at] += back
         self.gathers_weights = moved[True] > moved[False]
+        exchanges = exposed_exchanges(plan, model)
+        for name, (ahead, back) in exchanges.items():
+            self.forward[self._place[name]] += ahead
+            self.backward[self._place[name]] += back
         for name, steps in plan.op_collectives.items():
             call, place = plan.graph.nodes[name].call, self._place[name]
+            if name in exchanges:
+                continue
             if call is not None and call.name == experts.CALL:
                 own = computed[0][place], computed[1][place]
                 ahead, back = exchange_seconds(call, plan.inputs[name], plan.costs, own, model, settings)
@@ -229,8 +242,7 @@ class _Pricing:
                     continue
                 if value in self._plan.differentiable and self._plan.graph.nodes[value.node].kind == CALL:
                     found[index] += self.local_bytes(value)
-            if self._exchanges(node.name):  # and the gradients of what its experts keep
-                assert node.call is not None
+            if node.call is not None and node.call.name == experts.CALL:  # and the gradients of what its experts keep
                 found[index] += experts.saved_bytes(node.call, self._plan.inputs[node.name], self._shape)
         return found
 
@@ -271,9 +283,9 @@ class _Pricing:
         return RecomputeCost(saved, again, again_sent, inside)
 
     def _exchanges(self, name: str) -> bool:
-        """Tell whether an operator is a mixture of experts: its rows are exchanged again in every second run."""
+        """Tell whether an operator exchanges tokens or heads: again in every second run."""
         call = self._plan.graph.nodes[name].call
-        return call is not None and call.name == experts.CALL
+        return call is not None and exchanges(call, self._plan.inputs[name], self._shape)
 
     def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
         """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""

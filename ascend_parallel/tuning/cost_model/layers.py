@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ascend_parallel.ops.head_exchange import repeats_of
 from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
@@ -14,6 +13,8 @@ from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import LinearPass, Schedule
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model, ModelLinear, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import Elementwise, Region
+from ascend_parallel.tuning.cost_model.shared_attention import ALL_GATHER as GATHERS
+from ascend_parallel.tuning.cost_model.shared_attention import ALL_TO_ALL, SEND, SharedAttention
 
 RECOMPUTE = ("none", "selective", "full")
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
@@ -80,31 +81,56 @@ class TransformerLayerTime:
 
     @cached_property
     def kernel(self) -> float:
-        """Seconds of causal attention's forward in a fused kernel: half the products of s x s scores.
-
-        A plan cuts sequences into R pieces, so with gathered keys the last rank computes 2 - 1 / R times the mean; the
-        gather of ops/key_gather.py is balanced.
-        """
+        """Seconds of causal attention's forward in a fused kernel: half the products of s x s scores."""
         model, batch = self.model, self.batch
         pairs = batch.micro_batch * -(-model.heads // batch.tp) * batch.sequence * batch.own_sequence / 2
-        if batch.single_operators and batch.context == GATHER:
-            pairs *= 2 - 1 / batch.cp
         return self.costs.attention(pairs, model.head_dim, model.value_dim, batch.dtype.itemsize)
 
     def _shared(self, kernel: float, direction: str) -> float:
         """Return the seconds of attention with what brings keys to queries.
 
-        Of an exchange or a gather in groups of heads the first group and the last, 1 / groups of it, are exposed. A
-        ring's sends run under blocks of attention.
+        A ring's sends run under blocks of attention; an exchange or a gather in groups of heads as a plan's.
         """
         batch = self.batch
         if batch.cp == 1:
             return kernel
         if batch.context not in (HEADS, GATHER):
             return max(kernel, self._rotation(1 if direction == FORWARD else 2))
-        sent = self._exchanges if batch.context == HEADS else self._gather(direction)
-        exposed = sent / batch.cp_groups
-        return exposed + max(kernel, sent - exposed)
+        return self.shared.seconds(batch.context, batch.cp_groups, kernel, direction, self.context_collective)
+
+    @cached_property
+    def shared(self) -> SharedAttention:
+        """The layer's attention as ranks share its sequences. Megatron-core's cut of a sequence is balanced itself."""
+        model, batch = self.model, self.batch
+        row = batch.own_sequence * batch.micro_batch * batch.dtype.itemsize
+        return SharedAttention(
+            ranks=batch.cp,
+            heads=-(-model.heads // batch.tp),
+            key_heads=-(-model.kv_heads // batch.tp),
+            query=row * model.head_dim,
+            key=row * model.head_dim,
+            value=row * model.value_dim,
+            output=row * model.value_dim,
+            lends=batch.single_operators,
+        )
+
+    @property
+    def context_groups(self) -> int:
+        """The groups in which heads are exchanged, or keys gathered: those asked for, as far as the heads allow."""
+        batch = self.batch
+        if batch.cp == 1 or batch.context not in (HEADS, GATHER):
+            return 1
+        return min(batch.cp_groups, self.shared.most_groups(batch.context))
+
+    def context_collective(self, kind: str, nbytes: float) -> float:
+        """Return the seconds of a collective of the ranks that share a sequence, all of one domain or of none."""
+        costs, batch = self.costs, self.batch
+        inside = batch.cp if batch.tp * batch.cp <= costs.hardware.collectives.domain else 1
+        if kind == SEND:
+            return costs.send(nbytes, inside=inside > 1)
+        if kind == ALL_TO_ALL:
+            return costs.all_to_all(nbytes / batch.cp, batch.cp, inside)
+        return costs.line(ALL_GATHER if kind == GATHERS else REDUCE_SCATTER, nbytes, batch.cp, inside)
 
     def _written_attention(self, products: int, softmax: int) -> float:
         """Return the seconds of attention that writes all scores: `products` times two matmuls, and the softmax."""
@@ -113,36 +139,6 @@ class TransformerLayerTime:
         scores = self.costs.matmul(own, model.head_dim, batch.sequence, item, batches=count)
         values = self.costs.matmul(own, batch.sequence, model.value_dim, item, batches=count)
         return products * (scores + values) + self.costs.stream(count * own * batch.sequence * softmax * item / 2)
-
-    @cached_property
-    def _exchanges(self) -> float:
-        """Seconds of the all-to-alls that bring whole sequences of some heads to each rank of a sequence, and back.
-
-        A plan runs these (docs/propagation.md, "Long sequences"; DeepSpeed-Ulysses, arXiv:2309.14509), no ring.
-        """
-        model, batch = self.model, self.batch
-        row = batch.own_sequence * batch.micro_batch * batch.dtype.itemsize
-        heads = [-(-count // batch.tp) for count in (model.heads, model.kv_heads, model.kv_heads, model.heads)]
-        widths = model.head_dim, model.head_dim, model.value_dim, model.value_dim
-        if not batch.single_operators:  # of a plan each rank gets a part of the heads that there are
-            copies = repeats_of(heads[0], heads[1], batch.cp)
-            heads[1:3] = [copies * count for count in heads[1:3]]
-        sizes = [row * count * width for count, width in zip(heads, widths, strict=True)]
-        return sum(self.costs.all_to_all(size, batch.cp, self._in_domain) for size in sizes)
-
-    @property
-    def _in_domain(self) -> int:
-        """How many of the ranks that share a sequence share a domain: all or one."""
-        return self.batch.cp if self.batch.tp * self.batch.cp <= self.costs.hardware.collectives.domain else 1
-
-    def _gather(self, direction: str) -> float:
-        """Return the seconds of the gather of keys and values, or of the sums of their gradients."""
-        model, batch = self.model, self.batch
-        heads = -(-model.kv_heads // batch.tp)
-        rows = batch.cp * batch.own_sequence * batch.micro_batch
-        size = rows * heads * (model.head_dim + model.value_dim) * batch.dtype.itemsize
-        kind = ALL_GATHER if direction == FORWARD else REDUCE_SCATTER
-        return self.costs.line(kind, size, batch.cp, self._in_domain)
 
     def _rotation(self, tensors: int) -> float:
         """Return the seconds of the ring that passes keys and values, and gradients, to all ranks of a sequence.

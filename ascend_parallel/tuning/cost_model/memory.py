@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ascend_parallel.ops.key_gather import GATHER
+from ascend_parallel.ops.head_exchange import repeats_of
+from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.step import (
     Layout,
@@ -58,13 +59,15 @@ def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: boo
     if batch.single_operators:
         # Keys and values are repeated for all heads, and attention's result is copied for the next layer.
         projected, attended = heads * (2 * model.head_dim + model.value_dim), 2 * attended
+        if batch.cp > 1:  # no repeated keys are sent: those that come are repeated for the ranks at most
+            copies = repeats_of(heads, kv_heads, batch.cp) if batch.context == HEADS else 1
+            projected = heads * model.head_dim + copies * kv_heads * (model.head_dim + model.value_dim)
         norms = 2 * own * model.hidden * (2 if model.bias else _of_norm(item))
         statistics = heads * rows * WIDE
     # Both norms' inputs and outputs; queries, keys, values; attention's result; the MLP before and after activation.
     kept = norms + rows * (projected + attended + ffn * (gated if model.gated else 2))
     if batch.cp > 1 and batch.context == GATHER:  # keys and values of the other ranks
-        gathered = heads if batch.single_operators else kv_heads
-        kept += (batch.cp - 1) * rows * gathered * (model.head_dim + model.value_dim)
+        kept += (batch.cp - 1) * rows * kv_heads * (model.head_dim + model.value_dim)
     if sparse:
         kept += _of_experts(model, batch)
     if not batch.fused_attention:

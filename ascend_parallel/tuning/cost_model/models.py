@@ -237,8 +237,8 @@ class Batch:
         where = ", in a plan" if self.single_operators else ""
         words = f"{', '.join(known)}{where}"
         require("cp_exchange", self.cp_exchange, self.cp_exchange in ("", *known), words)
-        cuts = self.context in EXCHANGES and not self.single_operators
-        words = f"1 with cp_exchange={self.context!r}{where}, which is not cut"
+        cuts = self.context in EXCHANGES
+        words = f"1 with cp_exchange={self.context!r}, which is not cut"
         require("cp_groups", self.cp_groups, self.cp_groups == 1 or cuts, words)
 
     @property

@@ -75,7 +75,7 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "pp": layout.pp,
         "cp": batch.cp,
         "cp_exchange": batch.context if batch.cp > 1 else None,
-        "cp_groups": batch.cp_groups,
+        "cp_groups": layer.context_groups,
         "ep": batch.ep,
         "etp": batch.etp,
         "ranks": ranks,
