@@ -101,6 +101,21 @@ def changed(text, path, value):
     return yaml.safe_dump(tables)
 
 
+def test_ulysses_is_an_exchange_of_heads(read):
+    static = changed(changed(STATIC, "parallel_config.context_parallel", 2), "parallel_config.data_parallel", 1)
+    pynative = changed(PYNATIVE, "parallelism.context_parallel", 2)
+    for text, key, names in (
+        (static, "parallel_config.context_parallel_algo", {"ulysses_cp": "heads", "colossalai_cp": None}),
+        (pynative, "parallelism.context_parallel_method", {"ulysses": "heads", "colossal": None}),
+    ):
+        for name, exchange in names.items():
+            run = read(changed(text, key, name), 16)
+            strategy = Strategy.from_dict(run.tables("model.layers"))
+            assert (strategy.sequence_dim, strategy.sequence_exchange) == ("cp", exchange)
+            (use,) = (use for use in run.keys if use.key == key)
+            assert ('sequence_exchange = "heads"' in use.words) == (exchange is not None)
+
+
 def test_the_degrees_the_batch_and_the_stages_are_those_of_the_file(read):
     run = read(STATIC)
     assert (run.dp, run.tp, run.pp, run.virtual_stages, run.ranks) == (2, 4, 2, 2, 16)

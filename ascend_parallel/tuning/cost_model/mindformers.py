@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from ascend_parallel.ops.key_gather import HEADS
 from ascend_parallel.text import shown
 from ascend_parallel.tuning.cost_model.models import Model, model_of_config
 from ascend_parallel.tuning.cost_model.tables import PlanningError, read_text, require
@@ -80,7 +81,7 @@ SIZES = (
 WITHOUT = {
     "parallel_config.seq_split_num": "a sequence is not cut into parts that pass the stages one after the other",
     "parallel_config.gradient_aggregation_group": "gradients are summed in buckets of [comm_fusion] bucket_mb",
-    "parallel_config.context_parallel_algo": "keys and values are gathered, or heads exchanged where that costs less",
+    "parallel_config.context_parallel_algo": "keys and values are gathered, or heads exchanged: what costs less",
     "parallel_config.ulysses_degree_in_cp": "the plan exchanges heads where that costs less",
     "parallel_config.recompute": "read from recompute_config",
     "parallel.enable_alltoall": "the plan uses all-to-alls where they cost less",
@@ -97,7 +98,7 @@ WITHOUT = {
     "parallelism.cpu_offload": "nothing is offloaded to the host",
     "parallelism.dense_fsdp_shard_size": "parameters are partitioned over all of dp",
     "parallelism.reshard_after_forward_policy": "ZeRO 3 gathers a layer's weights for forward and again for backward",
-    "parallelism.context_parallel_method": "keys and values are gathered, or heads exchanged where that costs less",
+    "parallelism.context_parallel_method": "keys and values are gathered, or heads exchanged: what costs less",
     "parallelism.ulysses_degree_in_cp": "the plan exchanges heads where that costs less",
     "parallelism.enable_mc2": "USE_COC_FUSED_KERNEL=1 requests the fused operators",
     "parallelism.pipeline_parallel_overlap_p2p": "the schedule decides what stages send beside their work",
@@ -165,6 +166,8 @@ class MindFormersRun:
 
     mode
         That of a `Strategy` by `parallel_mode`.
+    exchange
+        How `cp` ranks bring a sequence together: "heads" for Ulysses; "": the plan chooses.
     batch, sequence, micro_batch
         The sequences of a step over all replicas, their length (None: not in the file), the sequences of a micro-batch.
     stage_layers
@@ -181,6 +184,7 @@ class MindFormersRun:
     dp: int
     tp: int
     cp: int
+    exchange: str
     ep: int
     pp: int
     virtual_stages: int
@@ -244,6 +248,7 @@ class MindFormersRun:
         if self.cp > 1:
             mesh["cp"] = self.cp
             tables["sequence_dim"] = "cp"
+            tables |= {"sequence_exchange": self.exchange} if self.exchange else {}
         if self.tp > 1 or mode in ("semi_auto", "hybrid"):
             mesh["tp"] = self.tp
         pipeline: dict[str, Any] = {"micro_batches": self.micro_batches}
@@ -486,6 +491,7 @@ def _static(keys: _Keys, ranks: int | None) -> MindFormersRun:
         dialect="static graph",
         mode=mode,
         **degrees,
+        exchange=_exchange(keys, "parallel_config.context_parallel_algo", "ulysses_cp", degrees["cp"]),
         virtual_stages=virtual,
         schedule=schedule,
         micro_batches=micro_batches,
@@ -741,6 +747,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else shown(value)
 
 
+def _exchange(keys: _Keys, key: str, ulysses: str, cp: int) -> str:
+    """Return "heads" if a file asks for Ulysses; else "", and the plan chooses: it runs no ring."""
+    if cp == 1 or keys.left.get(key) != ulysses:
+        return ""
+    keys.say(key, USED, 'sequence_exchange = "heads"')
+    return HEADS
+
+
 def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> MindFormersRun:
     """Return the run of a file for PyNative, whose replicas are the ranks that its other degrees leave."""
     section = tables["parallelism"]
@@ -803,6 +817,7 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
         dp=dp,
         tp=tp,
         cp=cp,
+        exchange=_exchange(keys, "parallelism.context_parallel_method", "ulysses", cp),
         ep=ep,
         pp=pp,
         virtual_stages=virtual,
