@@ -1,5 +1,7 @@
 """Sequences that ranks share: heads exchanged, or keys and values gathered, equal to one card in float64."""
 
+from dataclasses import replace
+
 import hf_decoders as example
 import pytest
 import small_models
@@ -9,12 +11,14 @@ from marks import promise
 from pool import on_ranks
 from sharded_models import EXACT, made
 
+from ascend_parallel.ops import COUNTS
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.layout import shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.rules import attention
 from ascend_parallel.sharding.runtime.parallelize import parallelize
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.explain import explain, exposed_seconds
@@ -161,6 +165,91 @@ def test_exchanged_heads_have_the_bits_of_one_card(ranks, count, heads, exchange
     """With a gather the gradients of keys and values are sums over the ranks."""
     for different in ranks(count).run(attended, heads, exchange, groups, dtype):
         assert different <= summed
+
+
+def surrounded(group, exchange, recompute, order):
+    """Train on a mesh in another order than the ranks, with layers that run twice."""
+    whole, batch = model_and_batch(1, length=64)
+    plan = propagate(
+        trace(whole, batch),
+        ProcessMesh(order, ["cp"]),
+        sequence_dim="cp",
+        sequence_exchange=exchange,
+        sequence_groups=2,
+    )
+    expected = whole(*batch)
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    again = Recompute(modules=["layers.*"], collectives=recompute) if recompute else None
+    sharded = ShardedModule(whole, plan, recompute=again)
+    operator = "key_gather" if exchange == "gather" else "head_exchange"
+    before = COUNTS.as_dict().get(operator, {"chunks": 0})["chunks"]
+    loss = sharded(*batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, **EXACT)
+    torch.testing.assert_close(sharded.full_gradients(), gradients, **EXACT)
+    exchanged = COUNTS.as_dict()[operator]["chunks"] - before
+    groups = 2 if exchange == "gather" else 1  # 2 heads of keys, or one on each rank
+    assert exchanged == 2 * groups * (3 if recompute else 2)  # of two layers: forward, again, backward
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("exchange", ["heads", "gather"])
+@pytest.mark.parametrize(
+    ("recompute", "order"), [("keep", [0, 1]), ("recompute", [1, 0]), (None, [2, 0, 3, 1])], ids=str
+)
+def test_what_surrounds_an_exchange_changes_no_number(ranks, exchange, recompute, order):
+    ranks(len(order)).run(surrounded, exchange, recompute, order)
+
+
+class Masked(Attention):
+    """Attention with a mask that is the same for all heads, of each sequence of a batch."""
+
+    def forward(self, q, k, v, mask):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        return o.transpose(1, 2) * self.scale
+
+
+def masked(group, exchange):
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(1, 32, count, 8, generator=generator).double() for count in (4, 4, 4)]
+    mask, model = torch.arange(32)[None] < 27, Masked().double()
+    traced = trace(model, (*(x.clone().requires_grad_() for x in drawn), mask))
+    plan = propagate(traced, ProcessMesh([0, 1], ["cp"]), sequence_dim="cp", sequence_exchange=exchange)
+    (node,) = attentions_of(plan)
+    assert node.call.sequence.exchange == exchange
+    found = []
+    for run in (model, ShardedModule(model, plan)):
+        leaves = [x.clone().requires_grad_() for x in drawn]
+        o = run(*leaves, mask)
+        o.square().sum().backward()
+        found.append([o.detach(), *(x.grad for x in leaves)])
+    torch.testing.assert_close(*found, **EXACT)
+
+
+@pytest.mark.parametrize("exchange", ["heads", "gather"])
+def test_a_mask_of_padded_tokens_is_read_whole(ranks, exchange):
+    ranks(2).run(masked, exchange)
+
+
+def test_what_an_exchange_does_not_take_has_redistributions_around_it():
+    """Dropout, and a bias of positions from parameters: as before, keys and values are gathered in front of them."""
+    model = made(small_models.GPT, length=64)
+    _, batch = model_and_batch(1, length=64)
+    graph = trace(model, batch)
+    dropping = replace(graph, nodes={name: with_dropout(node) for name, node in graph.nodes.items()})
+    for one, exchanged in ((graph, True), (dropping, False)):
+        plan = planned(one, {"cp": 2})
+        assert {node.call.sequence is not None for node in attentions_of(plan)} == {exchanged}
+        assert bool(plan.op_collectives) == exchanged
+
+
+def with_dropout(node):
+    call = node.call
+    if call is None or not call.name.startswith(ATTENTION):
+        return node
+    return replace(node, call=replace(call, kwargs={**call.kwargs, "dropout_p": 0.5}))
 
 
 @pytest.mark.parametrize(("heads", "expected"), [((8, 1), "gather"), ((16, 16), "heads")])
