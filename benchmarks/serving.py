@@ -1,22 +1,31 @@
-"""Prefill, mixed requests and decoding of vLLM on two ranks: as it is, in chunks in the layers, unfinished, auto.
+"""Prefill, mixed requests, decoding, first tokens under a steady load, and memory of vLLM, as it is and with overlap.
 
 python benchmarks/serving.py --link 1gbit     (as root: a network namespace whose loopback has this rate each way)
+python benchmarks/serving.py --host           (what a replaced method costs the host where it does nothing)
 
-A small random Llama; every way is a process of its own, in turn, with vLLM's own executor. Both ways run without the
-shared memory that vLLM uses between ranks of one machine, as on two machines. Needs the environment of make test-vllm.
+A small random Llama on two ranks; every way is an engine of its own, in turn, with vLLM's own executor and its
+asynchronous front end. All ways run without the shared memory that vLLM uses between ranks of one machine, as on two
+machines. Under the steady load requests come at random moments, the same in every way, half as fast as vLLM as it is
+has finished the mixed ones. Printed are medians, or quantiles, of all rounds, how much faster than vLLM as it is, and
+the 95 % of that by a bootstrap over requests or repeats. Needs the environment of make test-vllm.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests" / "vllm"
@@ -54,40 +63,88 @@ def made_model(folder: str, hidden: int, layers: int) -> None:
     LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
-def measured(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each run of each load in this process, and the tokens."""
-    from vllm import LLM, SamplingParams
+async def measured(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of each run of each load, the tokens, and a worker's most bytes meanwhile."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    llm = LLM(
-        model=given["model"],
-        tensor_parallel_size=2,
-        enforce_eager=not given["compiled"],
-        skip_tokenizer_init=True,
-        dtype=given["dtype"],
-        max_model_len=2304,
-        max_num_batched_tokens=2304,
-        max_num_seqs=8,
-        enable_prefix_caching=False,
-        distributed_executor_backend="mp",
-        seed=0,
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=given["model"],
+            tensor_parallel_size=2,
+            enforce_eager=not given["compiled"],
+            skip_tokenizer_init=True,
+            dtype=given["dtype"],
+            max_model_len=2304,
+            max_num_batched_tokens=2304,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+            distributed_executor_backend="mp",
+            seed=0,
+        )
     )
     draw = random.Random(1)
+    mixed = [128, 256, 512, 1024, 2048]
     loads = {
         f"prefill {given['tokens']}": ([given["tokens"]], 1),
-        "24 requests": ([draw.choice([128, 256, 512, 1024, 2048]) for _ in range(24)], 12),
+        "24 requests": ([draw.choice(mixed) for _ in range(24)], 12),
         "decode 64": ([64], 64),
     }
-    results = {}
+    results: dict[str, Any] = {}
     for name, (lengths, tokens) in loads.items():
-        prompts = [{"prompt_token_ids": [draw.randrange(3, 4000) for _ in range(length)]} for length in lengths]
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
-        seconds, made = [], []
-        for _ in range(1 + given["repeats"]):
+        runs = []
+        for repeat in range(1 + given["repeats"]):
+            if repeat == 1:
+                forget_peaks()
             begin = time.perf_counter()
-            made = [each.outputs[0].token_ids for each in llm.generate(prompts, sampling, use_tqdm=False)]
-            seconds.append(time.perf_counter() - begin)
-        results[name] = {"seconds": seconds[1:], "tokens": [list(each) for each in made]}
-    return results
+            answers = await asyncio.gather(*requests(engine, name, lengths, tokens, [0.0] * len(lengths)))
+            runs.append(time.perf_counter() - begin)
+        results[name] = {"seconds": runs[1:], "tokens": [made for _, made in answers], "peak": peak()}
+    rate = given["rate"] or 24 / median(results["24 requests"]["seconds"]) / 2
+    arrivals = np.cumsum([draw.expovariate(rate) for _ in range(given["steady"])]).tolist()
+    lengths = [draw.choice(mixed) for _ in arrivals]
+    answers = await asyncio.gather(*requests(engine, "steady", lengths, 12, arrivals))
+    first = {"seconds": [first for first, _ in answers], "tokens": [made for _, made in answers]}
+    engine.shutdown()
+    return {**results, "first token": first, "rate": rate}
+
+
+def requests(engine: Any, name: str, lengths: Sequence[int], tokens: int, arrivals: Sequence[float]) -> list[Any]:
+    """Return what answers requests for so many tokens each: seconds from arrival to the first token, and the tokens."""
+    from vllm import SamplingParams
+
+    draw, start = random.Random(name), time.perf_counter()
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+
+    async def answered(prompt: dict[str, Any], number: int, arrival: float) -> tuple[float, list[int]]:
+        await asyncio.sleep(start + arrival - time.perf_counter())
+        first, made = 0.0, []
+        async for output in engine.generate(prompt, sampling, f"{name} {number} {start}"):
+            first = first or time.perf_counter() - start - arrival
+            made = list(output.outputs[0].token_ids)
+        return first, made
+
+    prompts = [{"prompt_token_ids": [draw.randrange(3, 4000) for _ in range(length)]} for length in lengths]
+    return [answered(prompt, number, at) for number, (prompt, at) in enumerate(zip(prompts, arrivals, strict=True))]
+
+
+def forget_peaks() -> None:
+    """Let the peak of each process of the engine begin at what it has now: loading a model may have taken more."""
+    for process in processes():
+        (process / "clear_refs").write_text("5")
+
+
+def peak() -> int:
+    """Return the bytes of the process of the engine that had the most since then, a worker; modules count too."""
+    lines = [line for process in processes() for line in (process / "status").read_text().splitlines()]
+    return max(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def processes() -> list[Path]:
+    """Return the folders in /proc of the processes that this one has started, and theirs."""
+    import psutil
+
+    return [Path("/proc") / str(process.pid) for process in psutil.Process().children(recursive=True)]
 
 
 def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
@@ -112,6 +169,36 @@ def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     return json.loads(lines[0])
 
 
+def host_costs() -> list[str]:
+    """Return a line for each kind of replaced method: the microseconds that it adds to a call with one token."""
+    import timeit
+    from types import SimpleNamespace
+
+    import torch
+    import vllm.envs  # noqa: F401  the patches look it up
+
+    from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+    from ascend_parallel.patches.vllm.row_wise import MATMULS, NORMS, row_wise_call
+    from ascend_parallel.settings import Settings
+
+    def nothing(*_: Any) -> None:
+        """Return at once."""
+
+    framework, x, owner = Vllm(Settings(num_chunks=4), "0.32.0"), torch.zeros(1, 64), SimpleNamespace()
+    calls = {
+        "row layer": (row_forward(nothing, framework), (owner, x)),
+        "all-reduce": (all_reduce(nothing, framework), (owner, x)),
+        "norm": (row_wise_call(nothing, NORMS[0]), (owner, x, x)),
+        "matmul": (row_wise_call(nothing, MATMULS[0]), (owner, owner, x, None)),
+    }
+    lines = []
+    for name, (call, given) in calls.items():
+        timed = [timeit.repeat(partial(each, *given), number=20000, repeat=7) for each in (call, nothing)]
+        own, alone = map(min, timed)
+        lines.append(f"{name:12} {1e6 * (own - alone) / 20000:5.2f} us")
+    return lines
+
+
 def in_slow_namespace(rate: str, command: list[str]) -> int:
     """Run a command in a network namespace whose loopback has the rate each way; return its exit code."""
     name = f"serving{os.getpid()}"
@@ -131,45 +218,76 @@ def in_slow_namespace(rate: str, command: list[str]) -> int:
         run("ip", "netns", "del", name)
 
 
+def faster(base: Sequence[float], own: Sequence[float], share: float) -> tuple[float, float, float]:
+    """Return base / own of a quantile of seconds of the same runs, and the ends of its 95 % by a bootstrap."""
+    both = np.array([base, own])
+    ratio = np.divide(*np.quantile(both, share, axis=1))
+    drawn = both[:, np.random.default_rng(0).integers(0, both.shape[1], (2000, both.shape[1]))]
+    low, high = np.quantile(np.divide(*np.quantile(drawn, share, axis=2)), [0.025, 0.975])
+    return float(ratio), float(low), float(high)
+
+
+def told(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each load and way."""
+    lines, first = [], next(iter(runs.values()))
+    rows = [(load, load, 0.5) for load in first[0] if load not in ("first token", "rate")]
+    rows += [("first token, p50", "first token", 0.5), ("first token, p99", "first token", 0.99)]
+    for title, load, share in rows:
+        seconds = {way: [each for run in found for each in run[load]["seconds"]] for way, found in runs.items()}
+        for way, found in runs.items():
+            ratio, low, high = faster(next(iter(seconds.values())), seconds[way], share)
+            same = all(run[load]["tokens"] == first[0][load]["tokens"] for run in found)
+            lines.append(
+                f"{title:18} {way:21} {1e3 * np.quantile(seconds[way], share):8.1f} ms  {ratio:.2f} "
+                f"({low:.2f} to {high:.2f})  tokens {'equal' if same else 'differ'}"
+            )
+    prefill = next(iter(first[0]))
+    for way, found in runs.items():
+        peaks = [run[prefill]["peak"] / 1e6 for run in found]
+        lines.append(f"{'peak, ' + prefill:18} {way:21} {median(peaks):8.1f} MB ({min(peaks):.1f} to {max(peaks):.1f})")
+    return lines
+
+
 def main() -> int:
-    """Measure all ways in turn and print their medians."""
+    """Measure all ways in turn and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", help="rate of the loopback in a network namespace, such as 1gbit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steady", type=int, default=40, help="requests of the steady load, each round")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true", help="compiled models, vLLM's default")
+    parser.add_argument("--host", action="store_true", help="microseconds of replaced methods, without an engine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time to this file too; seconds, bytes")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print("RESULT " + json.dumps(measured(json.loads(options.inside))), flush=True)
+        print("RESULT " + json.dumps(asyncio.run(measured(json.loads(options.inside)))), flush=True)
+        os._exit(0)  # an engine that has ended cannot be ended again when Python ends
+    if options.host:
+        print("\n".join(host_costs()))
         return 0
     if options.link:
         again = [word for word in sys.argv[1:] if word not in ("--link", options.link)]
         return in_slow_namespace(options.link, [sys.executable, __file__, *again])
     with tempfile.TemporaryDirectory() as folder:
         made_model(folder, options.hidden, options.layers)
-        given = {"model": folder, **{key: getattr(options, key) for key in ("compiled", "dtype", "tokens", "repeats")}}
+        given = {key: getattr(options, key) for key in ("compiled", "dtype", "tokens", "repeats", "steady")}
+        given |= {"model": folder, "rate": None}
         ways = COMPILED_WAYS if options.compiled else WAYS
         runs: dict[str, list[Any]] = {way: [] for way in ways}
         for _ in range(options.rounds):
             for way, variables in ways.items():
                 runs[way].append(one_run(given, variables))
-        first = next(iter(runs.values()))
-        for load in first[0]:
-            base = statistics.median(statistics.median(run[load]["seconds"]) for run in first)
-            for way, found in runs.items():
-                rounds = [statistics.median(run[load]["seconds"]) for run in found]
-                same = all(run[load]["tokens"] == first[0][load]["tokens"] for run in found)
-                middle = statistics.median(rounds)
-                print(
-                    f"{load:14} {way:22} {1e3 * middle:8.1f} ms ({1e3 * min(rounds):.1f} to {1e3 * max(rounds):.1f})  "
-                    f"{base / middle:.2f}  tokens {'equal' if same else 'differ'}",
-                    flush=True,
-                )
+                given["rate"] = runs[way][-1]["rate"]  # that of vLLM as it is, which comes first
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options), "runs": runs}, default=str))
+    print("\n".join(told(runs)), flush=True)
+    activation = options.tokens * options.hidden * (4 if options.dtype == "float32" else 2)
+    print(f"one activation: {activation / 1e6:.1f} MB; steady load: {given['rate']:.2f} requests a second")
     return 0
 
 
