@@ -1,6 +1,6 @@
-"""Run a function of a test on ranks that hold vLLM in their own process: an external launcher, as vLLM says.
+"""Run functions of tests on ranks that hold vLLM in their own process: an external launcher, as vLLM says.
 
-``python ranks.py FILE FUNCTION FOLDER`` is a rank. vLLM's own executor would start four processes, which all import it.
+``python ranks.py`` is a rank. vLLM's own executor would start four processes for each engine, which all import it.
 """
 
 import importlib.util
@@ -15,10 +15,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 HERE = Path(__file__).parent
-LIMIT = 150  # seconds; a pair takes 15 to 40
+LIMIT = 400  # seconds; a call takes 5 to 40 on a quiet machine
 
 
 def environment(**variables):
@@ -38,40 +36,90 @@ def environment(**variables):
     }
 
 
+class Ranks:
+    """Processes that run functions of test files, each on all of them, one after the other: they import vLLM once.
+
+    They write to files: one that writes more than a pipe holds would wait for a reader, and its peer for it.
+    """
+
+    def __init__(self, count, folder, **variables):
+        """Start nothing yet; `folder` gets the logs, the processes get `variables`."""
+        self.count, self.folder, self.variables = count, Path(folder), variables
+        self.running, self.logs = [], []
+
+    def start(self):
+        """Start the processes, if none runs."""
+        if self.running:
+            return
+        port, pair = free_port(), uuid.uuid4().hex
+        self.logs = [self.folder / f"{pair}-{rank}.log" for rank in range(self.count)]
+        for rank, log in enumerate(self.logs):
+            env = environment(
+                RANK=rank,
+                LOCAL_RANK=rank,
+                WORLD_SIZE=self.count,
+                LOCAL_WORLD_SIZE=self.count,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                PAIR=pair,
+                VLLM_ENABLE_V1_MULTIPROCESSING=0,
+                **self.variables,
+            )
+            with log.open("w") as file:
+                self.running.append(started([sys.executable, __file__], env, file, stdin=subprocess.PIPE))
+
+    def call(self, function, folder, **variables):
+        """Return what ``function(folder)``, of a test file, returns on each rank, and what rank 0 logged meanwhile."""
+        self.start()
+        begin, name = self.logs[0].stat().st_size, f"{function.__name__}-{uuid.uuid4().hex}"
+        answers = [self.folder / f"{name}-{rank}.json" for rank in range(self.count)]
+        for process, answer in zip(self.running, answers, strict=True):
+            module = sys.modules[function.__module__].__file__
+            order = [module, function.__name__, str(folder), variables, str(answer)]
+            process.stdin.write(f"{json.dumps(order)}\n".encode())
+            process.stdin.flush()
+        end = time.monotonic() + LIMIT
+        while not all(answer.exists() for answer in answers):
+            if time.monotonic() > end or any(process.poll() is not None for process in self.running):
+                codes = self.end()
+                raise AssertionError(f"exit codes {codes}\n" + "".join(log.read_text()[-4000:] for log in self.logs))
+            time.sleep(0.02)
+        log = self.logs[0].read_bytes()[begin:].decode()
+        return [json.loads(answer.read_text()) for answer in answers], log
+
+    def end(self):
+        """End the processes; the next call starts others."""
+        codes, self.running = ended(self.running, 0), []
+        return codes
+
+
 def on_two_ranks(function, folder, **variables):
-    """Return what ``function(folder)``, of a test file, returns on each of two ranks, and rank 0's log."""
+    """Return what `Ranks.call` does, on two ranks of their own."""
     return on_ranks(2, function, folder, **variables)
 
 
 def on_ranks(count, function, folder, **variables):
-    """Return what ``function(folder)``, of a test file, returns on each of so many ranks, and rank 0's log.
+    """Return what `Ranks.call` does, on so many ranks of their own."""
+    ranks = Ranks(count, folder, **variables)
+    try:
+        return ranks.call(function, folder)
+    finally:
+        ranks.end()
 
-    The ranks write to files: one that writes more than a pipe holds would wait for a reader, and its peer for it.
-    """
-    module = sys.modules[function.__module__].__file__
-    logs = [Path(folder) / f"{function.__name__}-{rank}.log" for rank in range(count)]
-    command = [sys.executable, __file__, module, function.__name__, str(folder)]
-    running, port, pair = [], free_port(), uuid.uuid4().hex
-    for rank, log in enumerate(logs):
-        env = environment(
-            RANK=rank,
-            LOCAL_RANK=rank,
-            WORLD_SIZE=count,
-            LOCAL_WORLD_SIZE=count,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            PAIR=pair,
-            VLLM_ENABLE_V1_MULTIPROCESSING=0,
-            **variables,
-        )
-        with log.open("w") as file:
-            running.append(started(command, env, file))
-    codes = ended(running, LIMIT)
-    texts = [log.read_text() for log in logs]
-    results = [line[7:] for text in texts for line in text.splitlines() if line.startswith("RESULT ")]
-    tails = "".join(text[-4000:] for text in texts)
-    assert len(results) == count, f"exit codes {codes}\n{tails}"
-    return [json.loads(result) for result in results], texts[0]
+
+def served_to_tests():
+    """Be a rank: run what standard input orders until it ends."""
+    for line in sys.stdin:
+        file, name, folder, variables, answer = json.loads(line)
+        os.environ.update(variables)
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        functions = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(functions)
+        part = Path(answer).with_suffix(".part")
+        part.write_text(json.dumps(getattr(functions, name)(folder)))
+        part.rename(answer)
+        for variable in variables:
+            del os.environ[variable]
 
 
 def collected(request, name, known):
@@ -80,9 +128,9 @@ def collected(request, name, known):
     return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params)) or [*known]
 
 
-def started(command, env, log):
+def started(command, env, log, stdin=subprocess.DEVNULL):
     """Start a program in a session of its own, so that no process of it outlives `ended`."""
-    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(command, env=env, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def ended(running, seconds):
@@ -110,11 +158,5 @@ def free_port():
 
 
 if __name__ == "__main__":
-    file, name, folder = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location("test_functions", file)
-    functions = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(functions)
-    print("RESULT " + json.dumps(getattr(functions, name)(folder)), flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the other ranks need this one's store
+    served_to_tests()
     os._exit(0)  # a server's threads may wait for each other

@@ -1,6 +1,6 @@
 """Greedy tokens and logprobs on two ranks: with overlap those of vLLM as it is, for several families of models.
 
-A pair of processes runs all, an engine after the other.
+An engine runs after the other.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from generate import FAMILIES, saved_model
-from ranks import collected, on_two_ranks
+from ranks import collected
 
 LENGTHS = [1200, 600, 90]
 # A norm before each layer, norms around it, experts, and a dtype in which kernels depend on the rows.
@@ -38,11 +38,11 @@ def of_families(folder):
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
+def results(request, pair, tmp_path_factory):
     folder, families = tmp_path_factory.mktemp("families"), collected(request, "family", FAMILIES)
     for family in families:
         saved_model(family, folder)
-    return on_two_ranks(of_families, folder, FAMILIES=",".join(families))
+    return pair.call(of_families, folder, FAMILIES=",".join(families))
 
 
 def line_of(family, log):
