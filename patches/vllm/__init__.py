@@ -20,7 +20,7 @@ from ascend_parallel.patches.base import Patch, PatchError, PatchSet
 from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
 from ascend_parallel.patches.vllm import start
 from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm, all_reduce, row_forward
-from ascend_parallel.patches.vllm.row_wise import ASCEND_MATMUL, MODULES, RowWise, row_wise_call
+from ascend_parallel.patches.vllm.row_wise import LATER, MODULES, RowWise, row_wise_call
 from ascend_parallel.patches.vllm.start import LINEAR
 from ascend_parallel.settings import Settings
 
@@ -63,7 +63,7 @@ def patches(settings: Settings) -> AppliedPatches:
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
     return Applied(
-        "vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework, on_top=[ON_TOP]
+        "vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework, on_top=ON_TOP
     )
 
 
@@ -90,13 +90,17 @@ def _patch_of(each: RowWise) -> Patch:
     )
 
 
-def _ascend_patch_set(_: Vllm) -> PatchSet:
-    """Return the patch of the matmul of vllm-ascend, which has been imported, if it has one of its own."""
-    own = ASCEND_MATMUL.exists() and not ASCEND_MATMUL.inherited()
-    return PatchSet("vllm-ascend", None, [_patch_of(ASCEND_MATMUL)] if own else [])
+def _on_top(each: RowWise) -> OnTop:
+    """Return the patch of a class whose module has been imported, if it has a method of its own."""
+
+    def patch_set(_: Vllm) -> PatchSet:
+        own = each.exists() and not each.inherited()
+        return PatchSet(each.module.partition(".")[0].replace("_", "-"), None, [_patch_of(each)] if own else [])
+
+    return OnTop(each.module, patch_set)
 
 
-ON_TOP = OnTop(ASCEND_MATMUL.module, _ascend_patch_set)
+ON_TOP = [_on_top(each) for each in LATER]
 
 
 class Applied(AppliedPatches):
@@ -114,4 +118,4 @@ class Applied(AppliedPatches):
         start.unmark_caches()
 
 
-VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=(ON_TOP.module,))
+VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=[each.module for each in ON_TOP])

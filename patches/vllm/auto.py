@@ -2,8 +2,9 @@
 
 A dummy step is one of vLLM's own: the model on tokens that nobody asked for, without attention. Two numbers of tokens
 are tried, the largest and a quarter of it, each in every count in turn; the ranks of a group compare their times and
-take the same counts. Nothing is measured in a request. COC_TUNE keeps what was found in a plan file: for each number of
-tokens an entry of each row layer's matmul, whose times are those of the whole step. COC_PLAN reads such a file.
+take the same counts. Nothing is measured in a request. "auto" also tries a compiled model outside its graphs, where
+rows stay unfinished past a layer. COC_TUNE keeps what was found in a plan file: for each number of tokens an entry of
+each row layer's matmul, whose times are those of the whole step. COC_PLAN reads such a file.
 """
 
 from __future__ import annotations
@@ -33,8 +34,21 @@ TURNS = 3
 # Share of a step's time: chunks must gain more than this.
 LEAST_GAIN = 0.02
 
-Seconds = Mapping[int, Sequence[float]]
-"""By count of chunks, the seconds of a step in each turn."""
+
+class Way(NamedTuple):
+    """How a step runs: its number of chunks, and whether a compiled model runs outside its graphs."""
+
+    chunks: int
+    eager: bool = False
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        text = "whole" if self.chunks == 1 else f"in {self.chunks} chunks"
+        return f"{text} outside the graphs" if self.eager else text
+
+
+WHOLE, *CUT = (Way(count) for count in COUNTS)
+EAGER = [Way(count, eager=True) for count in COUNTS[1:]]
 
 
 class Sum(NamedTuple):
@@ -47,19 +61,21 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The seconds of dummy steps with so many tokens, of the slowest rank, and the count of chunks that is kept."""
+    """The seconds of dummy steps with so many tokens, of the slowest rank, and the way that is kept."""
 
     tokens: int
-    seconds: Mapping[int, float]
-    count: int
+    seconds: Mapping[Way, float]
+    way: Way
 
     def __str__(self) -> str:
-        """Return the choice with its figures, in words."""
-        whole, chosen = self.seconds[1], self.seconds[self.count]
-        if self.count == 1:
-            best = min(COUNTS[1:], key=lambda count: self.seconds[count])
-            return f"{self.tokens} tokens whole ({1e3 * whole:.0f} ms; in {best} chunks {1e3 * self.seconds[best]:.0f})"
-        return f"{self.tokens} tokens in {self.count} chunks ({1e3 * chosen:.0f} ms; whole {1e3 * whole:.0f})"
+        """Return the choice with its figures, in words: the fastest of each kind."""
+        kinds = ([way for way in kind if way in self.seconds] for kind in ([WHOLE], CUT, EAGER))
+        fastest = [min(kind, key=self._milliseconds) for kind in kinds if kind and self.way not in kind]
+        others = "; ".join(f"{way} {self._milliseconds(way):.0f}" for way in fastest)
+        return f"{self.tokens} tokens {self.way} ({self._milliseconds(self.way):.0f} ms; {others})"
+
+    def _milliseconds(self, way: Way) -> float:
+        return 1e3 * self.seconds[way]
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,11 @@ class MeasuredCounts:
 
     def count(self, tokens: int, summed: Sum) -> int:
         """Return the count of the nearest number of tokens that was tried, for every sum."""
-        return min(self.steps, key=lambda step: apart(step.tokens, tokens)).count
+        return self.way(tokens).chunks
+
+    def way(self, tokens: int) -> Way:
+        """Return the way of the nearest number of tokens that was tried."""
+        return min(self.steps, key=lambda step: apart(step.tokens, tokens)).way
 
     def __str__(self) -> str:
         """Return all choices in words."""
@@ -138,8 +158,8 @@ def keep(
     for step in measured.steps:
         for summed in sums:
             operator = LayerOperator(FORWARD, problem(step.tokens, summed, group, device))
-            times = step.seconds[1], step.seconds[step.count]
-            tuner.keep(Entry.of(operator, cut(step.tokens, step.count), *times), group, device)
+            times = step.seconds[WHOLE], step.seconds[step.way]
+            tuner.keep(Entry.of(operator, cut(step.tokens, step.way.chunks), *times), group, device)
 
 
 def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> Problem:
@@ -147,32 +167,40 @@ def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> 
     return Problem(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, device, group.size())
 
 
-def measure(step: Callable[[int, int], None], sizes: Sequence[int], group: dist.ProcessGroup) -> MeasuredCounts:
-    """Return the counts that ``step(tokens, count)``, a dummy step, is fastest with; every rank of `group` calls this.
+def measure(
+    step: Callable[[int, Way], None], sizes: Sequence[int], ways: Sequence[Way], group: dist.ProcessGroup
+) -> MeasuredCounts:
+    """Return the ways in which ``step(tokens, way)``, a dummy step, is fastest; every rank of `group` calls this.
 
     sizes: the numbers of tokens, one or more. Raises `CollectiveError` with the ranks that do not come.
     """
     begin = time.perf_counter()
-    own = {str(tokens): timed(step, tokens) for tokens in sizes}
+    own = {str(tokens): timed(step, tokens, ways) for tokens in sizes}
     by_rank = exchange(group, "the choice of chunks by timed steps", own, CollectiveError)
-    steps = tuple(chosen(tokens, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
+    steps = tuple(chosen(tokens, ways, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
     return MeasuredCounts(steps, time.perf_counter() - begin)
 
 
-def timed(step: Callable[[int, int], None], tokens: int) -> list[list[float]]:
-    """Return this rank's seconds of a step in each turn, by the place of its count in `COUNTS`, after a warm-up."""
-    seconds: list[list[float]] = [[] for _ in COUNTS]
+def timed(step: Callable[[int, Way], None], tokens: int, ways: Sequence[Way]) -> list[list[float]]:
+    """Return this rank's seconds of a step in each turn, by the place of its way in `ways`, after a warm-up."""
+    seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(1 + TURNS):
-        for count, turns in zip(COUNTS, seconds, strict=True):
+        for way, turns in zip(ways, seconds, strict=True):
             begin = time.perf_counter()
-            step(tokens, count)
+            step(tokens, way)
             turns.append(time.perf_counter() - begin)
     return [turns[1:] for turns in seconds]
 
 
-def chosen(tokens: int, by_rank: Sequence[Sequence[Sequence[float]]]) -> TimedSteps:
-    """Return the count to keep: the fastest by the median of the slowest rank's turns, one chunk unless others gain."""
+def chosen(tokens: int, ways: Sequence[Way], by_rank: Sequence[Sequence[Sequence[float]]]) -> TimedSteps:
+    """Return the way to keep: the fastest by the median of the slowest rank's turns, the whole step unless others gain.
+
+    Outside its graphs a model rounds as an eager one, so they are left for a gain over the fastest way in them alone.
+    """
     slowest = [[max(turn) for turn in zip(*turns, strict=True)] for turns in zip(*by_rank, strict=True)]
-    seconds = {count: median(turns) for count, turns in zip(COUNTS, slowest, strict=True)}
-    best = min(COUNTS, key=lambda count: seconds[count])
-    return TimedSteps(tokens, seconds, best if seconds[best] < (1 - LEAST_GAIN) * seconds[1] else 1)
+    seconds = {way: median(turns) for way, turns in zip(ways, slowest, strict=True)}
+    kept = WHOLE
+    for kind in (CUT, EAGER):
+        best = min((way for way in kind if way in seconds), key=lambda way: seconds[way], default=kept)
+        kept = best if seconds[best] < (1 - LEAST_GAIN) * seconds[kept] else kept
+    return TimedSteps(tokens, seconds, kept)

@@ -28,16 +28,22 @@ MOST_ROWS = 8192
 
 @dataclass(frozen=True)
 class Matmul:
-    """What decides about the bits of a layer's matmul on one rank, of x [M, K] to [M, N]."""
+    """What decides about the bits of a layer's matmul on one rank, of x [M, K] to [M, N].
+
+    method: the class of its linear method, or of the scheme that multiplies there.
+    """
 
     k: int
     n: int
     dtype: torch.dtype
     bias: bool
+    method: str
 
     def __str__(self) -> str:
-        """Return its shape and dtype in words."""
-        return f"{self.k} x {self.n} in {str(self.dtype).removeprefix('torch.')}"
+        """Return its shape and dtype in words, and what else tells it from another."""
+        text = f"{self.k} x {self.n} in {str(self.dtype).removeprefix('torch.')}"
+        text += " with a bias" if self.bias else ""
+        return text if self.method.endswith("UnquantizedLinearMethod") else f"{text} ({self.method})"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.module_weight import ModuleWeight
@@ -28,17 +29,16 @@ from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
-from ascend_parallel.patches.vllm.auto import MeasuredCounts, PlannedCounts, Sum
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, Sum, Way
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.fused import fused_weight
 from ascend_parallel.patches.vllm.operators import is_captured, output_of, traced
+from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan
 
 PARALLEL_STATE = "vllm.distributed.parallel_state"
-# Linear methods whose `apply` gives each row what it would give it alone.
-BY_ROWS = ("UnquantizedLinearMethod", "AscendUnquantizedLinearMethod")
 # The all-reduce without a matmul of ours, as counts and timelines name it.
 ALONE = "all_reduce"
 # Devices on which vLLM's own all-reduce writes to the tensor that it is given.
@@ -59,7 +59,8 @@ class Vllm(Framework):
         chunks = Chunks.counted(settings, region_chunks(settings), "nothing is measured inside a request")
         self.in_one = chunks.settings.effective_mode == 1
         """Whether each call runs here in one chunk, for a timeline of what chunks are compared with (COC_MODE=1)."""
-        super().__init__(replace(chunks.settings, region=settings.region is not False and not self.in_one))
+        leaves_rows = settings.region is not False and not self.in_one and not settings.deterministic
+        super().__init__(replace(chunks.settings, region=leaves_rows))
         self.version = version
         self.asked = settings
         self.adapted: WeakSet[torch.nn.Module] = WeakSet()
@@ -70,7 +71,8 @@ class Vllm(Framework):
         self.counts: PlannedCounts | MeasuredCounts | None = None
         if isinstance(settings.plan, Plan):
             self.counts = PlannedCounts(settings.plan)
-        self.tried: int | None = None  # the count of chunks of a dummy step
+        self.tried: Way | None = None  # of a dummy step
+        self.hook: RemovableHandle | None = None  # by which steps of a compiled model leave its graphs
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
     def without_effect(self, device: str) -> list[str]:
@@ -105,8 +107,8 @@ class Vllm(Framework):
             return f"its result has another dtype (out_dtype={layer.out_dtype})"
         if layer in self.adapted:
             return "its adapters belong to the first tokens of a step (LoRA); its all-reduce runs in chunks"
-        if type(layer.quant_method).__name__ not in BY_ROWS:
-            return f"its rows may share a scale ({type(layer.quant_method).__name__}); its all-reduce runs in chunks"
+        if not multiplies_by_rows(layer):
+            return f"its rows may share a scale ({method_of(layer)}); its all-reduce runs in chunks"
         return self.uncovered_sum(_state().get_tp_group())
 
     def uncovered_call(self, layer: Any, x: torch.Tensor) -> str | None:
@@ -148,10 +150,10 @@ class Vllm(Framework):
         return super().prepare(layer, kind, x, weight, **options)
 
     @contextmanager
-    def counted(self, count: int) -> Iterator[None]:
-        """Cut steps into `count` chunks inside this context, with 1 into none, and check nothing."""
+    def trying(self, way: Way) -> Iterator[None]:
+        """Run steps this way inside this context, and check nothing."""
         before = self.tried, self.verifier
-        self.tried, self.verifier = count, None
+        self.tried, self.verifier = way, None
         try:
             yield
         finally:
@@ -159,7 +161,20 @@ class Vllm(Framework):
 
     def beside_run(self) -> AbstractContextManager[None]:
         """Return a context in which vLLM's own code runs, with its own all-reduces."""
-        return self.counted(1)
+        return self.trying(WHOLE)
+
+    def leaves_graphs(self, tokens: int) -> bool:
+        """Tell whether a step of a compiled model runs outside its graphs, where rows stay unfinished past a layer."""
+        if tokens < LEAST_TOKENS or is_captured():
+            return False
+        if self.tried is not None:
+            return self.tried.eager
+        return isinstance(self.counts, MeasuredCounts) and self.counts.way(tokens).eager
+
+    def put_out_of_force(self) -> None:
+        """Let a compiled model stay in its graphs."""
+        if self.hook is not None:
+            self.hook.remove()
 
     def chunks(self, tokens: int, device: str, summed: Sum) -> Sizes:
         """Return the rows of each chunk of a sum over ranks; a single one: the original runs."""
@@ -174,7 +189,7 @@ class Vllm(Framework):
     def count(self, tokens: int, summed: Sum) -> int:
         """Return about how many chunks a sum over ranks is cut into."""
         if self.tried is not None:
-            return self.tried
+            return self.tried.chunks
         if self.in_one:
             return 1
         known = None if self.counts is None else self.counts.count(tokens, summed)
@@ -216,9 +231,10 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
         if torch.compiler.is_compiling():
             y = traced(self, input_)
             return original(self, input_) if y is None else _with_bias(self, y)
-        if input_.shape[0] < LEAST_TOKENS:
+        tokens = input_.shape[0] if input_.dim() == 2 else input_.shape[:-1].numel()
+        if tokens < LEAST_TOKENS:
             return original(self, input_)
-        cut = vllm.covers(input_.shape[0], input_.device.type, sum_of(self, input_))
+        cut = vllm.covers(tokens, input_.device.type, sum_of(self, input_))
         if torch.is_grad_enabled() or not (cut or vllm.settings.fused):
             return original(self, input_)
         reason = vllm.uncovered_call(self, input_)

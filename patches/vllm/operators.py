@@ -8,9 +8,11 @@ and while a graph is captured. As vLLM's attention, the operator finds its layer
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.ops.unfinished import finished
 
@@ -84,13 +86,40 @@ def fusing_pass(config: Any) -> str | None:
     return next((name for name in FUSING_PASSES if getattr(passes, name, False)), None)
 
 
+def leave_graphs(model: torch.nn.Module, wanted: Callable[[int], bool]) -> RemovableHandle | None:
+    """Run a step of a compiled model outside its graphs where ``wanted(tokens)``; return the hook that does that.
+
+    vLLM has a switch in the context of a forward, which it sets itself for steps of encoders. None: this version has
+    no such switch. The answers have to be the same on every rank.
+    """
+    if not hasattr(getattr(sys.modules.get(CONTEXT), "ForwardContext", None), "skip_compiled"):
+        return None
+
+    def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("positions")
+        if positions is None or torch.compiler.is_compiling():
+            return
+        if in_forward() and wanted(positions.shape[-1]):
+            _context().skip_compiled = True
+
+    return model.register_forward_pre_hook(look, with_kwargs=True)
+
+
 def is_captured() -> bool:
     """Tell whether vLLM captures a device graph, or replays one in pieces, in this forward."""
-    context = sys.modules.get(CONTEXT)
-    if context is None or not context.is_forward_context_available():
+    if not in_forward():
         return False
     mode = getattr(_context(), "cudagraph_runtime_mode", None)
     return mode is not None and mode.name != "NONE"
+
+
+def in_forward() -> bool:
+    """Tell whether vLLM runs a forward of a model, which has a context."""
+    module: Any = sys.modules.get(CONTEXT)
+    if module is None or not hasattr(module, "is_forward_context_available"):  # 0.11 cannot be asked
+        return getattr(module, "_forward_context", None) is not None
+    available: bool = module.is_forward_context_available()
+    return available
 
 
 def _context() -> Any:

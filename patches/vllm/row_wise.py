@@ -36,6 +36,8 @@ class RowWise:
         Whether its kernels may write to these arguments.
     derived
         The full names of subclasses that work row by row too.
+    schemes
+        Of a linear method that leaves its arithmetic to a layer's scheme: the classes that work row by row.
     """
 
     module: str
@@ -44,6 +46,12 @@ class RowWise:
     rows: tuple[int, ...] = (0,)
     writes: bool = False
     derived: tuple[str, ...] = ()
+    schemes: tuple[str, ...] = ()
+
+    def names(self, kind: type, scheme: type) -> bool:
+        """Tell whether a class is this one or of `derived`, and its layer's scheme of `schemes`, if it has any."""
+        named = full_name(kind) in (f"{self.module}.{self.owner}", *self.derived)
+        return named and (not self.schemes or scheme.__name__ in self.schemes)
 
     def kind(self) -> type | None:
         """Return the class; None: this version has none."""
@@ -91,21 +99,50 @@ MATMULS = (
 )
 # From vllm-ascend 0.23 on the subclass has a method of its own.
 ASCEND_MATMUL = RowWise(f"{ASCEND}.linear", "AscendUnquantizedLinearMethod", "apply", rows=(1,))
+# Those of quantised layers whose weights alone have few bits, or whose activations have fixed scales or one of each
+# token. Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
+QUANTISED_MATMULS = (
+    RowWise(
+        f"{LAYERS}.quantization.compressed_tensors.compressed_tensors",
+        "CompressedTensorsLinearMethod",
+        "apply",
+        rows=(1,),
+        schemes=("CompressedTensorsW8A8Int8", "CompressedTensorsWNA16"),
+    ),
+    RowWise(f"{LAYERS}.quantization.auto_gptq", "AutoGPTQLinearMethod", "apply", rows=(1,)),
+    RowWise(f"{LAYERS}.quantization.gptq_marlin", "GPTQMarlinLinearMethod", "apply", rows=(1,)),
+)
 MODULES = (*NORMS, *ACTIVATIONS, *MATMULS)
+# In modules that are patched once the program has imported them.
+LATER = (ASCEND_MATMUL, *QUANTISED_MATMULS)
+
+
+def method_of(layer: Any) -> str:
+    """Return the name of the class that multiplies in a layer: its scheme, or else its linear method."""
+    return type(getattr(layer, "scheme", None) or layer.quant_method).__name__
+
+
+def multiplies_by_rows(layer: Any) -> bool:
+    """Tell whether the linear method of a layer gives each row what it would give it alone."""
+    method: type = type(getattr(layer, "quant_method", None))
+    scheme: type = type(getattr(layer, "scheme", None))
+    return any(each.names(method, scheme) for each in (*MATMULS, *QUANTISED_MATMULS))
 
 
 def row_wise_call(original: Function, each: RowWise) -> Function:
     """Make the method that runs `original` on the rows that have arrived."""
-    kind, first = each.kind(), each.rows[0]
+    first = each.rows[0]
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or len(args) <= first or not _waits(args, each.rows):
-            if RECORDING.recorder is None or torch.compiler.is_compiling() or not _many_rows(args[first:]):
+        if torch.compiler.is_compiling() or len(args) <= first or not _many_rows(args[first]):
+            return original(self, *args, **kwargs)
+        if not _waits(args, each.rows):
+            if RECORDING.recorder is None:
                 return original(self, *args, **kwargs)
             return compute_rows(type(self).__name__, original, self, *args, **kwargs)
-        by_name = type(self) is kind or full_name(type(self)) in each.derived
-        if not by_name or any(map(torch.is_tensor, kwargs.values())):
+        named = each.names(type(self), type(getattr(args[0], "scheme", None)))
+        if not named or any(map(torch.is_tensor, kwargs.values())):
             return original(self, *args, **kwargs)
         places = [place for place in each.rows if place < len(args) and args[place] is not None]
 
@@ -121,9 +158,9 @@ def row_wise_call(original: Function, each: RowWise) -> Function:
     return call
 
 
-def _many_rows(args: tuple[Any, ...]) -> bool:
-    """Tell whether the first argument has the rows of a step that is recorded."""
-    return bool(args) and torch.is_tensor(args[0]) and args[0].shape[0] >= LEAST_TOKENS
+def _many_rows(x: Any) -> bool:
+    """Tell whether an argument has the rows of a step that may be cut, or recorded: what waits has no fewer."""
+    return torch.is_tensor(x) and x.dim() > 0 and x.shape[0] >= LEAST_TOKENS
 
 
 def _waits(args: tuple[Any, ...], rows: tuple[int, ...]) -> bool:

@@ -15,11 +15,24 @@ import torch.distributed as dist
 
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.region_choice import now
-from ascend_parallel.patches.vllm.auto import COUNTS, PlannedCounts, Sum, keep, known, measure, tried_tokens
+from ascend_parallel.patches.vllm.auto import (
+    COUNTS,
+    CUT,
+    EAGER,
+    WHOLE,
+    PlannedCounts,
+    Sum,
+    Way,
+    keep,
+    known,
+    measure,
+    tried_tokens,
+)
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, token_chunks
-from ascend_parallel.patches.vllm.layers import BY_ROWS, PARALLEL_STATE, Vllm
-from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names
+from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm
+from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names, leave_graphs
+from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.tuning.measured.tuner import Tuner
 from ascend_parallel.version import __version__
 
@@ -88,7 +101,7 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         others.append(f"{', '.join(names)} has no effect on vLLM's layers")
     text = f"vllm: {'compiled: ' if compiled else ''}overlap covers {len(layers)} of {len(rows)} row-parallel layers"
     if compiled and layers:
-        text += ", each alone, as one operator of the graphs (--enforce-eager leaves rows unfinished past the layers)"
+        text += ", each alone, as one operator of the graphs (past the layers: --enforce-eager, or auto where it gains)"
     if not layers:
         return "; ".join([text, *others])
     group, device = vllm.group_of(layers[0]), next(model.parameters()).device
@@ -128,12 +141,16 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     like = torch.empty(0, device=device)
 
-    def step(tokens: int, count: int) -> None:
-        with vllm.counted(count):
+    def step(tokens: int, way: Way) -> None:
+        with vllm.trying(way):
             runner._dummy_run(tokens)
         now(like)
 
-    vllm.counts = measured = measure(step, tokens, group)
+    ways = [WHOLE, *CUT]
+    if tuner is None and is_compiled(config) and vllm.leaves_rows:
+        vllm.hook = leave_graphs(model, vllm.leaves_graphs)
+        ways += EAGER if vllm.hook is not None else []
+    vllm.counts = measured = measure(step, tokens, ways, group)
     if tuner is None:
         return f"auto, {measured}"
     keep(
@@ -183,7 +200,7 @@ def most_tokens(config: Any) -> int:
 
 def linear_layers(model: torch.nn.Module) -> list[Any]:
     """Return the layers that multiply rows that have arrived, or reduce under their matmul."""
-    return [module for module in model.modules() if type(getattr(module, "quant_method", None)).__name__ in BY_ROWS]
+    return [module for module in model.modules() if multiplies_by_rows(module)]
 
 
 def matmuls_of(layers: Iterable[Any]) -> dict[Matmul, Multiply]:
@@ -193,7 +210,7 @@ def matmuls_of(layers: Iterable[Any]) -> dict[Matmul, Multiply]:
         k, n = (getattr(layer, f"{end}_size_per_partition", getattr(layer, f"{end}_size")) for end in ENDS)
         bias = None if layer.skip_bias_add else layer.bias
         found.setdefault(
-            Matmul(k, n, layer.params_dtype, bias is not None),
+            Matmul(k, n, layer.params_dtype, bias is not None, method_of(layer)),
             functools.partial(_multiply, layer, bias),
         )
     return found

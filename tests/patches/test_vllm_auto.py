@@ -8,18 +8,23 @@ import torch
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.patches.vllm.auto import (
-    COUNTS,
+    CUT,
+    EAGER,
     TURNS,
+    WHOLE,
     MeasuredCounts,
     PlannedCounts,
     Sum,
     TimedSteps,
+    Way,
     chosen,
     measure,
     tried_tokens,
 )
 from ascend_parallel.patches.vllm.chunks import token_chunks
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
+
+WAYS = [WHOLE, *CUT]
 
 
 def turns(*seconds):
@@ -37,13 +42,26 @@ def turns(*seconds):
     ],
 )
 def test_the_fastest_count_of_the_slowest_rank(by_rank, count):
-    assert chosen(2048, by_rank).count == count
+    assert chosen(2048, WAYS, by_rank).way == Way(count)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((1, 0.9, 0.7, 0.8, 0.65, 0.5, 0.6), "in 4 chunks outside the graphs (500 ms; whole 1000; in 4 chunks 700)"),
+        ((1, 0.9, 0.7, 0.8, 0.9, 0.69, 0.7), "in 4 chunks (700 ms; whole 1000; in 4 chunks outside the graphs 690)"),
+        ((1, 2, 2, 3, 3, 2, 3), "whole (1000 ms; in 2 chunks 2000; in 4 chunks outside the graphs 2000)"),
+    ],
+)
+def test_the_graphs_are_left_where_that_gains_over_the_fastest_way_in_them(seconds, words):
+    assert str(chosen(2048, [*WAYS, *EAGER], [turns(*seconds)])) == f"2048 tokens {words}"
 
 
 def test_a_number_of_tokens_takes_the_count_of_the_nearest():
-    found = MeasuredCounts((TimedSteps(4096, {}, 8), TimedSteps(1024, {}, 1)), 0.0)
+    found = MeasuredCounts((TimedSteps(4096, {}, Way(8, eager=True)), TimedSteps(1024, {}, WHOLE)), 0.0)
     summed = Sum(768, 768, torch.float32)
     assert [found.count(tokens, summed) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
+    assert [found.way(tokens).eager for tokens in (1024, 4096)] == [False, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
@@ -66,17 +84,17 @@ def measured(group):
     """Measure steps of which large ones are faster in four chunks on rank 1, and rank 0 sees no difference."""
     calls = []
 
-    def step(tokens, count):
-        calls.append((tokens, count))
-        faster = (tokens, count) == (2048, 4) or (tokens, count) == (512, 8)
+    def step(tokens, way):
+        calls.append((tokens, way.chunks))
+        faster = (tokens, way.chunks) in ((2048, 4), (512, 8))
         time.sleep(0.02 if group.rank() == 0 or faster else 0.06)
 
-    found = measure(step, tried_tokens(2048, 256), group)
-    return [each.count for each in found.steps], str(found), calls
+    found = measure(step, tried_tokens(2048, 256), WAYS, group)
+    return [each.way.chunks for each in found.steps], str(found), calls
 
 
 def test_ranks_time_the_same_steps_and_take_the_same_counts(ranks):
     first, second = ranks(2).run(measured)
     assert first[0] == second[0] == [4, 8] and first[2] == second[2]
-    assert first[2] == [(tokens, count) for tokens in (2048, 512) for _ in range(1 + TURNS) for count in COUNTS]
+    assert first[2] == [(tokens, way.chunks) for tokens in (2048, 512) for _ in range(1 + TURNS) for way in WAYS]
     assert "2048 tokens in 4 chunks (" in first[1] and "512 tokens in 8 chunks (" in first[1]

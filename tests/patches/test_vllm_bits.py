@@ -12,7 +12,8 @@ from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
 
 CPU = torch.device("cpu")
 LADDER = ladder_of("cpu")
-WIDE, NARROW = Matmul(8, 4, torch.float32, False), Matmul(4, 8, torch.bfloat16, True)
+WIDE = Matmul(8, 4, torch.float32, False, "UnquantizedLinearMethod")
+NARROW = Matmul(4, 8, torch.bfloat16, True, "CompressedTensorsWNA16")
 
 
 def of_another_routine_below(rows):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from generate import saved_model
-from ranks import on_two_ranks
+
+from ascend_parallel.patches.vllm.auto import Way
 
 LENGTHS = [600, 90]
 RUNS = (1, 4, 4, "auto")  # the third has the cache of the second
@@ -16,6 +17,7 @@ def compiled(folder):
     """Return what compiled models generate without and with overlap, the compiled graphs after each, and the counts."""
     from generate import engine, generated
     from vllm import envs
+    from vllm.model_executor.layers.linear import RowParallelLinear
 
     import ascend_parallel
     from ascend_parallel.ops import COUNTS
@@ -31,19 +33,26 @@ def compiled(folder):
             graphs = sorted(map(str, Path(envs.VLLM_CACHE_ROOT).glob("torch_compile_cache/*/*/rank_0_0")))
             COUNTS.clear()
             found.append([generated(llm, LENGTHS), graphs, COUNTS.as_dict()])
+            if count == "auto":  # which way is the fastest depends on the machine
+                for way in (Way(4), Way(4, eager=True)):
+                    COUNTS.clear()
+                    with RowParallelLinear.forward.ascend_parallel.trying(way):
+                        found.append([generated(llm, LENGTHS), graphs, COUNTS.as_dict()])
+                ascend_parallel.configure(num_chunks=1)
+                found.append([generated(llm, LENGTHS), graphs, {}])
     return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
     saved_model("llama_of_one_layer", folder)
-    return on_two_ranks(compiled, folder, VLLM_CACHE_ROOT=folder / "cache")
+    return pair.call(compiled, folder)
 
 
 @pytest.mark.promise("vllm-tokens")
 def test_tokens_and_logprobs_are_those_of_vllm(results):
-    (plain, _, before), (cold, _, _), (warm, _, _), _ = results[0][0]
+    (plain, _, before), (cold, _, _), (warm, _, _), *_ = results[0][0]
     assert not before
     assert cold == plain and warm == plain
 
@@ -54,7 +63,7 @@ def test_the_all_reduce_runs_in_chunks_inside_the_graph(results):
 
 
 def test_a_cache_that_was_made_without_overlap_is_not_taken(results):
-    before, cold, warm, _ = (graphs for _, graphs, _ in results[0][0])
+    before, cold, warm, *_ = (graphs for _, graphs, _ in results[0][0])
     assert len(before) == 1 and len(cold) == 2 and set(before) < set(cold)
     assert warm == cold
 
@@ -64,4 +73,13 @@ def test_the_log_says_what_is_covered_and_what_was_timed(results):
     covered = "vllm: compiled: overlap covers 2 of 2 row-parallel layers, each alone, as one operator of the graphs"
     assert covered not in without
     assert all(log.count(covered) == 1 for log in (cold, warm, auto))
-    assert re.search(r"auto, timed in .* 1536 tokens (whole|in \d chunks) \(\d+ ms; ", auto)
+    assert re.search(r"auto, timed in .* 1536 tokens (whole|in \d chunks)( outside the graphs)? \(\d+ ms; ", auto)
+    assert auto.count("outside the graphs") == 2  # the fastest of these, of both numbers of tokens
+
+
+def test_a_step_outside_the_graphs_leaves_rows_unfinished_past_the_layers(results):
+    *_, (inside, _, of_inside), (outside, _, of_outside), (plain, _, _) = results[0][0]
+    assert inside == plain
+    assert [each["tokens"] for each in outside] == [each["tokens"] for each in plain]
+    assert "all_reduce" in of_outside and "all_reduce" not in of_inside  # that of the embedding
+    assert of_outside["region"]["chunks"] > of_inside["region"]["chunks"]

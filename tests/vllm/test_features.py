@@ -1,4 +1,4 @@
-"""What runs in production beside overlap: adapters, quantised layers, guessed tokens, MLA, weights that change."""
+"""What runs in production beside overlap: adapters, quantised layers, guessed tokens, MLA."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from generate import saved_model
-from ranks import collected, on_two_ranks
+from ranks import collected
 
 LENGTHS = [900, 600, 90]
 
@@ -33,35 +33,59 @@ def saved_adapter(folder, name, seed):
 
 
 def in_int8(folder):
-    """Return the folder of the llama with weights in int8, scales per channel, and activations per token."""
+    """Return the folder of the llama in int8: scales per channel, of activations per token, and fixed in row layers."""
     import torch
+
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights = {**number, "strategy": "channel", "dynamic": False}
+    kinds = {  # by targets
+        "Linear": {**number, "strategy": "token", "dynamic": True},
+        "re:.*(o|down)_proj": {**number, "strategy": "tensor", "dynamic": False},
+    }
+
+    def packed(name, weight):
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        fixed = {f"{name}.input_scale": torch.tensor([0.03])} if name.endswith((".o_proj", ".down_proj")) else {}
+        return {f"{name}.weight": (weight / scale).round().char(), f"{name}.weight_scale": scale, **fixed}
+
+    groups = {
+        f"group_{index}": {"targets": [target], "weights": weights, "input_activations": inputs}
+        for index, (target, inputs) in enumerate(kinds.items())
+    }
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    return quantised_model(folder, "llama-int8", packed, {**said, "config_groups": groups})
+
+
+def in_int4(folder):
+    """Return the folder of the llama as GPTQ writes it: weights in 4 bits, a scale for each 64 rows of a column."""
+    import torch
+
+    size = 64
+
+    def packed(name, weight):
+        columns = weight.t()  # [K, N]
+        scale = columns.unflatten(0, (-1, size)).abs().amax(1) / 7
+        number = (columns / scale.repeat_interleave(size, 0)).round().clamp(-8, 7).long() + 8
+        eight = number.unflatten(0, (-1, 8)) << (4 * torch.arange(8)).view(1, 8, 1)
+        zeros = torch.full((scale.shape[0], scale.shape[1] // 8), 0x77777777, dtype=torch.int32)
+        return {f"{name}.qweight": eight.sum(1).to(torch.int32), f"{name}.scales": scale, f"{name}.qzeros": zeros}
+
+    said = {"quant_method": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": False, "lm_head": False}
+    return quantised_model(folder, "llama-int4", packed, said)
+
+
+def quantised_model(folder, name, packed, said):
+    """Return the folder of the llama whose linear layers have the tensors that `packed` makes of their weights."""
     from safetensors.torch import load_file, save_file
 
-    model, path = Path(saved_model("llama", folder)), Path(folder) / "llama-int8"
+    model, path, tensors = Path(saved_model("llama", folder)), Path(folder) / name, {}
     path.mkdir(exist_ok=True)
-    tensors = {}
     for key, weight in load_file(model / "model.safetensors").items():
-        if "_proj" not in key:
-            tensors[key] = weight
-            continue
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        tensors[key] = (weight / scale).round().to(torch.int8)
-        tensors[f"{key}_scale"] = scale
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    number = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": {**number, "strategy": "token", "dynamic": True},
-    }
+        tensors |= packed(key.removesuffix(".weight"), weight) if "_proj" in key else {key: weight}
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     return str(path)
 
 
@@ -95,13 +119,21 @@ def with_adapters(folder):
     return {**found, "coverage": str(coverage)}
 
 
-def quantised(folder):
+def int8(folder):
+    return of_model("llama-int8", folder)
+
+
+def gptq(folder):
+    return of_model("llama-int4", folder)
+
+
+def of_model(name, folder):
     from generate import engine
 
     import ascend_parallel
 
     ascend_parallel.configure(num_chunks=4, frameworks=("vllm",))
-    with engine("llama", folder, model=str(Path(folder) / "llama-int8"), dtype="bfloat16") as llm:
+    with engine("llama", folder, model=str(Path(folder) / name), dtype="bfloat16") as llm:
         return compared(llm)
 
 
@@ -114,16 +146,6 @@ def speculative(folder):
         return compared(llm, tokens=12)
 
 
-def reloaded(folder):
-    """Weights that are replaced in the running engine."""
-    from generate import engine
-
-    with engine("llama", folder) as llm:
-        before = compared(llm)["ours"]
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": saved_model("llama_drawn_anew", folder)})
-        return {**compared(llm), "before": before}
-
-
 def latent_attention(folder):
     """Multi-head latent attention, which vLLM runs in bf16 alone on CPUs, with experts and a shared expert."""
     from generate import engine
@@ -132,21 +154,8 @@ def latent_attention(folder):
         return compared(llm)
 
 
-def measured(folder):
-    """The number of chunks from dummy steps."""
-    from generate import engine, generated
-
-    import ascend_parallel
-
-    ascend_parallel.configure(auto=True, customized_coc={(1536, 128, 256): 2}, frameworks=("vllm",))
-    with engine("llama", folder) as llm:
-        ours = generated(llm, LENGTHS)
-        ascend_parallel.configure(num_chunks=1)
-        return {"ours": ours, "plain": generated(llm, LENGTHS), "counts": {}}
-
-
 # Speculation comes last: once its numba is imported, vLLM 0.32 cannot start another engine in the process.
-CASES = (with_adapters, quantised, reloaded, latent_attention, measured, speculative)
+CASES = (with_adapters, int8, gptq, latent_attention, speculative)
 LONGER = (latent_attention, speculative)
 
 
@@ -156,15 +165,19 @@ def all_cases(folder):
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
+def results(request, pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
-    for family in ("llama", "llama_drawn_anew", "deepseek_bf16"):
+    for family in ("llama", "deepseek_bf16"):
         saved_model(family, folder)
     for number in (1, 2):
         saved_adapter(folder, f"lora{number}", number)
     in_int8(folder)
+    in_int4(folder)
     wanted = collected(request, "case", [case.__name__ for case in CASES])
-    return on_two_ranks(all_cases, folder, CASES=",".join(wanted))
+    found = pair.call(all_cases, folder, CASES=",".join(wanted))
+    if speculative.__name__ in wanted:
+        pair.end()
+    return found
 
 
 @pytest.mark.promise("vllm-features")
@@ -174,27 +187,24 @@ def results(request, tmp_path_factory):
 def test_tokens_and_logprobs_are_those_of_vllm(case, results):
     first, second = (found[case] for found in results[0])
     assert first["ours"] == second["ours"] == first["plain"]
-    if case != "measured":  # where one chunk may be the fastest
-        assert first["counts"]["region"]["chunks"] > 0
+    assert first["counts"]["region"]["chunks"] > 0
 
 
-def test_adapters_and_new_weights_are_in_the_results(results):
-    adapters, weights = results[0][0]["with_adapters"], results[0][0]["reloaded"]
+@pytest.mark.parametrize("case", ["int8", "gptq"])
+def test_quantised_row_layers_multiply_the_rows_that_have_arrived(case, results):
+    assert results[0][0][case]["counts"]["matmul_all_reduce"]["chunks"] > 0
+
+
+def test_adapters_are_in_the_results(results):
+    adapters = results[0][0]["with_adapters"]
     assert all(one != other for one, other in zip(adapters["ours"][:2], adapters["without"], strict=False))
-    assert weights["ours"] != weights["before"]
 
 
 def test_the_log_and_the_coverage_name_what_runs_as_in_vllm(results):
     lines = [line for line in results[1].splitlines() if "vllm: overlap covers" in line]
-    adapters, int8 = lines[:2]
+    adapters, *packed = lines[:3]
     assert "covers 0 of 4 row-parallel layers; 4: its adapters belong to the first tokens of a step" in adapters
-    assert "covers 0 of 4 row-parallel layers; 4: its rows may share a scale" in int8
+    assert all("covers 4 of 4 row-parallel layers" in line and "(CompressedTensors" not in line for line in packed)
     coverage = results[0][0]["with_adapters"]["coverage"]
     assert coverage.startswith("0 of 4 linear layers covered (4 RowParallelLinear: its adapters belong")
     assert coverage.endswith("; 4 others communicate nothing")
-
-
-def test_auto_times_dummy_steps_before_the_first_request(results):
-    (line,) = (line for line in results[1].splitlines() if "auto, timed in" in line)
-    assert "in 1 to 8 chunks of" in line and "1536 tokens " in line and "384 tokens " in line
-    assert "; customized_coc has no effect on vLLM's layers; " in line

@@ -1,4 +1,4 @@
-"""What watches and measures a run: COC_VERIFY beside vLLM's own layers, timelines, plan files."""
+"""What watches and measures a run: COC_VERIFY beside vLLM's own layers, timelines, dummy steps, plan files."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from generate import saved_model
-from ranks import on_two_ranks
 
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.tuning.measured.chunk_plan import PlanError
@@ -33,11 +32,14 @@ def observed(folder):
         run("plain", num_chunks=1)
         run("checked", num_chunks=4, verify_every=1, frameworks=("vllm",))
         found["checked"]["report"] = ascend_parallel.verification().as_dict()
-        found["of three"] = llm.apply_model(of_three_dimensions)[0]
+        found["vision"] = vision_encoder(llm.llm_engine.vllm_config)
         for name, settings in (("overlapped", {"num_chunks": 4}), ("serial", {"mode": 1})):
             with ascend_parallel.timeline.record(Path(folder) / name):
                 run(name, frameworks=("vllm",), **settings)
         found["tuned"] = tuned(llm, Path(folder) / "plan.json")
+        ascend_parallel.configure(auto=True, customized_coc={(1536, 128, 256): 2}, frameworks=("vllm",))
+        (found["auto"],) = llm.collective_rpc(said)
+        found["timed"] = {"made": generated(llm, LENGTHS)}
         run("planned", plan=planned(folder), frameworks=("vllm",))
         ascend_parallel.configure(plan=planned(folder, threads=7), frameworks=("vllm",))
         with pytest.raises(PlanError) as refused:
@@ -54,16 +56,29 @@ def observed(folder):
     return found
 
 
-def of_three_dimensions(model):
-    """Tell whether a row layer gives rows of three dimensions what it gives them in two, and what was counted."""
+def vision_encoder(config):
+    """Tell whether a layer of CLIP's encoder, on [images, patches, features], is as plain; and what was counted."""
+    from transformers import CLIPVisionConfig
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.models.clip import CLIPEncoderLayer
+
+    import ascend_parallel
     from ascend_parallel.ops import COUNTS
 
-    layer = last_row_layer(model)
-    x = torch.randn(300, 2, layer.input_size_per_partition)
-    with torch.inference_mode():
+    sizes = CLIPVisionConfig(hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    with set_current_vllm_config(config), torch.inference_mode():
+        encoder = CLIPEncoderLayer(sizes, attn_cls=MMEncoderAttention)
+        for parameter in encoder.parameters():
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+        for layer in encoder.modules():
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+        x = torch.randn(2, 300, 128, generator=torch.Generator().manual_seed(0))
         COUNTS.clear()
-        y, counts = layer(x)[0], COUNTS.as_dict()
-        return torch.equal(y.flatten(0, 1), layer(x.flatten(0, 1))[0]), counts
+        ours, counts = encoder(x), COUNTS.as_dict()
+        ascend_parallel.configure(num_chunks=1)
+        return torch.equal(ours, encoder(x)), counts
 
 
 def tuned(llm, plan):
@@ -89,6 +104,13 @@ def timed(worker):
     return start.timed(worker.model_runner, worker.get_model(), worker.vllm_config, framework())
 
 
+def said(worker):
+    """Return what the start of a worker would say, without vLLM's own steps between."""
+    from ascend_parallel.patches.vllm import start
+
+    return f"{start.covered(worker.get_model(), worker.vllm_config, framework())}; {timed(worker)}"
+
+
 def agree(worker):
     framework().agree(framework().group_of(last_row_layer(worker.get_model())), torch.device("cpu"))
 
@@ -109,14 +131,14 @@ def last_row_layer(model):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("observed")
     saved_model("llama_of_one_layer", folder)
-    return folder, *on_two_ranks(observed, folder)
+    return folder, *pair.call(observed, folder)
 
 
 @pytest.mark.promise("vllm-verify")
-@pytest.mark.parametrize("way", ["checked", "overlapped", "serial", "planned"])
+@pytest.mark.parametrize("way", ["checked", "overlapped", "serial", "timed", "planned"])
 def test_what_watches_a_run_changes_nothing(way, results):
     assert all(found[way]["made"] == found["plain"]["made"] for found in results[1])
 
@@ -146,6 +168,14 @@ def test_a_timeline_shows_a_prefill_with_and_without_chunks(results):
         assert row.kernel == "chunked 5" and row.comm > 0 and row.hidden is not None and row.serial > 0
 
 
+def test_auto_times_dummy_steps(results):
+    for found in results[1]:
+        assert "in 1 to 8 chunks of" in found["auto"]
+        assert "1536 tokens " in found["auto"] and "384 tokens " in found["auto"]
+        assert "outside the graphs" not in found["auto"]
+        assert "; customized_coc has no effect on vLLM's layers; auto, timed in " in found["auto"]
+
+
 @pytest.mark.promise("vllm-plan")
 def test_dummy_steps_are_timed_once_and_kept_in_a_plan(results):
     for found in results[1]:
@@ -170,6 +200,7 @@ def test_a_plan_of_another_machine_is_refused(results):
     assert all("threads is 1 here and was 7" in found["refused"] for found in results[1])
 
 
-def test_rows_of_three_dimensions_are_left_to_vllm_and_this_is_said(results):
-    assert all(found["of three"] == [True, {}] for found in results[1])
-    assert results[2].count("ascend_parallel: RowParallelLinear runs without overlap: its input has 3 dimensions") == 1
+def test_a_vision_encoder_is_left_to_vllm_and_this_is_said(results):
+    assert all(found["vision"] == [True, {}] for found in results[1])
+    text = "RowParallelLinear runs without overlap: its input has 3 dimensions"
+    assert len([line for line in results[2].splitlines() if text in line and "verification: " not in line]) == 1

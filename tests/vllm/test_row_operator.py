@@ -1,16 +1,21 @@
 """A row layer as one operator: what is traced, in one graph and in pieces, and what decides inside."""
 
+import functools
+import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.compilation.backends import split_graph
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from ascend_parallel.patches.vllm import operators
 from ascend_parallel.patches.vllm.auto import Sum
-from ascend_parallel.patches.vllm.layers import Vllm, row_forward
+from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
 from ascend_parallel.settings import Settings
 
 K, N = 32, 48
@@ -139,3 +144,37 @@ def test_a_pass_that_fuses_all_reduces_keeps_them():
     for passes, name in (({"fuse_allreduce_rms": True}, "fuse_allreduce_rms"), ({"enable_sp": None}, None)):
         compilation = SimpleNamespace(pass_config=SimpleNamespace(**passes))
         assert operators.fusing_pass(SimpleNamespace(compilation_config=compilation)) == name
+
+
+def functions_of(run):
+    """Return the functions of this package that ``run()`` calls."""
+    called = Counter()
+
+    def look(frame, event, _):
+        if event == "call" and str(frame.f_globals.get("__name__", "")).startswith("ascend_parallel."):
+            called[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_call_with_few_tokens_runs_few_functions_of_this_package(model):
+    framework, layers, x = Vllm(Settings(num_chunks=4), "0.32.0"), {}, torch.randn(8, K)
+    operators.give_names(model, {model.first}, layers)
+    with set_current_vllm_config(VllmConfig()), context(layers):
+        norm = functools.partial(row_wise_call(RMSNorm.forward, NORMS[0]), RMSNorm(K))
+        reduce = functools.partial(all_reduce(lambda group, x: x, framework), None)
+        calls = {
+            "row layer": (model.first, 1),
+            "norm": (norm, 2),
+            "all-reduce": (reduce, 1),
+            "operator": (lambda x: torch.ops.ascend_parallel.vllm_row_linear(x, N, "first"), 5),
+        }
+        for name, (call, most) in calls.items():
+            call(x)
+            called = functions_of(lambda call=call: call(x))
+            assert 0 < sum(called.values()) <= most, (name, called)

@@ -1,19 +1,34 @@
 """Every class of the table of row-wise modules: a call with some rows gives the results of these rows, bit for bit."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
 from ascend_parallel.ops.unfinished import is_unfinished
-from ascend_parallel.patches.vllm.row_wise import ACTIVATIONS, MATMULS, MODULES, NORMS
+from ascend_parallel.patches.vllm.row_wise import (
+    ACTIVATIONS,
+    MATMULS,
+    MODULES,
+    NORMS,
+    QUANTISED_MATMULS,
+    multiplies_by_rows,
+)
 
 FEATURES = 256
 
 
-@pytest.fixture(autouse=True)
-def config():
+# Of an eager model, and of a compiled one outside its graphs: vLLM compiles some activations alone there.
+MODE = "mode" if "mode" in CompilationConfig.__dataclass_fields__ else "level"  # in 0.11
+
+
+@pytest.fixture(autouse=True, params=[0, pytest.param(3, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def config(request):
     torch.set_num_threads(1)  # several threads cut GELU anywhere, where its vectors' ends have other bits
-    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+    compilation = CompilationConfig(**{MODE: request.param})
+    with set_current_vllm_config(VllmConfig(compilation_config=compilation)), torch.inference_mode():
         torch.manual_seed(0)
         yield
 
@@ -58,6 +73,30 @@ def test_rows_do_not_know_of_each_other(each, residual, dtype):
 def test_the_table_has_no_class_without_a_test():
     assert len(MODULES) == len(NORMS) + len(ACTIVATIONS) + len(MATMULS)
     assert len(MATMULS) == 1  # test_generation.py: its kernels need a loaded layer
+    assert len(QUANTISED_MATMULS) == 3  # test_features.py, of the methods that this vLLM runs on CPUs
+
+
+QUANTISED = {  # linear method, scheme of the layer -> whether a row has its product alone
+    ("compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod", "CompressedTensorsW8A8Int8"): True,
+    ("compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod", "CompressedTensorsWNA16"): True,
+    ("compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod", "CompressedTensorsW8A8Fp8"): False,
+    ("auto_gptq.AutoGPTQLinearMethod", None): True,
+    ("auto_awq.AutoAWQLinearMethod", None): False,
+    ("auto_awq.AutoAWQMarlinLinearMethod", None): False,
+    ("fp8.Fp8LinearMethod", None): False,
+}
+
+
+@pytest.mark.parametrize(("name", "scheme"), QUANTISED)
+def test_a_scale_over_all_rows_and_a_weight_that_is_unpacked_in_each_call_are_left_out(name, scheme):
+    module, _, method = name.rpartition(".")
+    folder = "vllm.model_executor.layers.quantization"
+    kind = getattr(pytest.importorskip(f"{folder}.{module}"), method)
+    schemes = importlib.import_module(f"{folder}.compressed_tensors.schemes")
+    layer = SimpleNamespace(quant_method=object.__new__(kind))
+    if scheme:
+        layer.scheme = object.__new__(getattr(schemes, scheme))
+    assert multiplies_by_rows(layer) is QUANTISED[name, scheme]
 
 
 def test_what_is_finished_goes_straight_through():
