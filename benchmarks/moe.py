@@ -17,7 +17,8 @@ from dataclasses import asdict
 
 from measuring import on_ranks, options_of, run, table
 
-from ascend_parallel.tuning.bench.experts import ExpertsCase, figures_of, parts_of
+from ascend_parallel.tuning.bench.exchanges import figures_of, parts_of
+from ascend_parallel.tuning.bench.experts import ExpertsCase
 
 RANKS, GROUPS = 2, [2, 4]
 # The shared expert has a fifth of all computation. The third case computes for longer than it communicates, the last is

@@ -150,6 +150,16 @@ def sent_share(query_heads: int, key_heads: int, ranks: int) -> float:
     return key_heads * ranks / exchanged
 
 
+def cut_heads(query_heads: int, key_heads: int, ranks: int, exchange: str) -> int:
+    """Return how many heads of keys an exchange is cut by: those of a rank, or if keys are gathered all.
+
+    Raises `ValueError` if the ranks cannot share the heads.
+    """
+    if exchange == GATHER:
+        return key_heads
+    return key_heads * repeats_of(query_heads, key_heads, ranks) // ranks
+
+
 def pieces_of(rank: int, ranks: int, tokens: int) -> tuple[slice, slice]:
     """Return where the two pieces of a rank's `tokens` tokens lie in the sequence; raises `ValueError` if odd."""
     if tokens % 2:

@@ -16,6 +16,7 @@ from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.pending import NamedWork
 from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import overlap_in_words
+from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.context import (
     Attention,
     attention_choice,
@@ -28,7 +29,7 @@ from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import ATTENTION, MORE
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.process_groups import describe
-from ascend_parallel.settings import Settings
+from ascend_parallel.settings import Settings, current_settings
 
 log = logging.getLogger("ascend_parallel")
 
@@ -51,15 +52,21 @@ def exchanged_attention(
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
     operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. way:
-    `HEADS` or `GATHER`. own: the framework's own exchange around its attention, with which checks compare; None:
-    torch's collectives.
+    `HEADS` or `GATHER`. own: the framework's own exchange around its attention, which runs where groups were measured
+    to gain nothing, and with which checks compare; None: one group runs then, and checks have torch's collectives.
     """
     if framework is None:
+        current_settings().arithmetic.refuse("context parallelism has no tree")
         ATTENTION[module] = 1
         return run_attention(*operands, attention, group=group, settings=Settings(), exchange=way)
     _announce(framework, group)
+    framework.confirm_plan(group, operands[0].device)
     framework.confirm(group)()
-    settings = _settings_for(framework, operands, attention, group, way)
+    chunks = _chunks_for(framework, operands, attention, group, way, own)
+    if chunks.original and own is not None:
+        ATTENTION[module] = "not overlapped: groups of heads gain nothing over the framework's own exchange"
+        return own(*operands)
+    settings = chunks.settings
     ATTENTION[module] = len(attention_choice(*operands, group, settings, way).sizes)
     run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=way)
     if framework.verifier is None:
@@ -98,21 +105,35 @@ def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return of_all.view(group.size(), *x.shape)
 
 
-def _settings_for(
-    framework: Framework, operands: Operands, attention: Attention, group: dist.ProcessGroup, way: str
-) -> Settings:
-    """Return the settings of an exchange, with the number of groups that was measured at its first call."""
+def _chunks_for(
+    framework: Framework,
+    operands: Operands,
+    attention: Attention,
+    group: dist.ProcessGroup,
+    way: str,
+    own: Own | None,
+) -> Chunks:
+    """Return in how many groups an exchange runs, as measured at its first call or for the plan.
+
+    `original` where the framework's own exchange was as fast. What watches a run needs ours: then one group is.
+    """
     device = operands[0].device
+    watched = framework.verifier is not None or framework.settings.timeline is not None
+    in_turn = None if watched else own
 
     def run(settings: Settings | None) -> None:
         with without_trace(device), torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in operands)
-            own = Settings() if settings is None else settings
-            made = run_attention(q, k, v, attention, group=group, settings=own, exchange=way)
+            if settings is None and in_turn is not None:
+                made = in_turn(q, k, v)
+            else:
+                made = run_attention(q, k, v, attention, group=group, settings=settings or Settings(), exchange=way)
             torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
 
     problem = attention_problem(*operands, group, way)
-    return framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device).settings
+    chunks = framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device)
+    original = chunks.original or framework.part_groups.keeps_original(problem, group)
+    return chunks._replace(original=original and not watched)
 
 
 def log_exchange(where: str, way: str, why: str, *, asked: bool) -> None:

@@ -197,8 +197,7 @@ class Framework(ABC):
         self.refuse_conflicts(layer)
         for check in self._tree_checks:
             check(layer, kind, weight, group)
-        if self.settings.plan is not None and group not in self._checked:
-            self._agree_on_plan(self.settings.plan, group, x.device)
+        self.confirm_plan(group, x.device)
         if not self.used:
             self.used = True
             shape = self.shape_of(layer, kind, x, weight, **options)
@@ -222,6 +221,11 @@ class Framework(ABC):
         if len(left) == MOST_LEFT_WHOLE:
             left.clear()
         left.add(call)
+
+    def confirm_plan(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Return if every rank of `group` can use the plan in force, or there is none; else raise on every rank."""
+        if self.settings.plan is not None and group not in self._checked:
+            self._agree_on_plan(self.settings.plan, group, device)
 
     def _agree_on_plan(self, plan: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         """Return if every rank of `group` can use its plan; else raise on every rank, with each rank's reason.

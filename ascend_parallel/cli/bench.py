@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,6 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 if TYPE_CHECKING:
-    from ascend_parallel.tuning.bench.experts import ExpertsCase
     from ascend_parallel.tuning.measured.chunk_plan import Entry
 
 WIDTH = 160  # of output that is not a terminal
@@ -44,6 +43,13 @@ MoeOption = Annotated[
     str | None,
     typer.Option(
         metavar="EXPERTS,ROWS,HIDDEN,INNER", help="Time a layer of experts instead; --chunks are groups of experts."
+    ),
+]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS,HEADS,KEYS,WIDTH",
+        help="Time attention of a sequence that the ranks share instead; --chunks are groups of heads.",
     ),
 ]
 LinkOption = Annotated[
@@ -78,6 +84,7 @@ def bench(
         Path | None, typer.Option("--plot", help="Write a chart to this file: .png, .svg, .pdf.")
     ] = None,
     moe: MoeOption = None,
+    context: ContextOption = None,
     shared: Annotated[int, typer.Option(min=0, max=MOST_ROWS, help="For --moe: width of a shared expert.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
@@ -97,14 +104,16 @@ def bench(
       ascend-parallel bench --shape 2048,1024,1024 --deterministic tp
 
       ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
+
+      ascend-parallel bench --context 4096,16,4,64 --link 1gbit
     """
     from ascend_parallel.cli.bench_request import request_of
     from ascend_parallel.tuning.bench.results import plot, rows_of, show
 
-    if moe is not None:
+    if moe is not None or context is not None:
         with errors("bench", LinkError):
-            case, groups = _experts_case(moe, shared, model, shape, tp, dtype, chunks, device)
-            _bench_experts(case, groups, tp, rounds, link, as_json)
+            parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device)
+            _bench_parts(parts, tp, rounds, link, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
@@ -125,30 +134,30 @@ def bench(
             plot(rows, request.conditions(measured), plot_file)
 
 
-def _bench_experts(case: ExpertsCase, groups: list[int], tp: int, rounds: int, link: str | None, as_json: bool) -> None:
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, call_with_progress
-    from ascend_parallel.tuning.bench import experts
+@dataclass(frozen=True, kw_only=True)
+class _PartsRequest:
+    """An exchange around parts to time: experts, or heads of attention.
 
-    measured = call_with_progress(
-        as_json,
-        "ascend_parallel.tuning.bench.experts:measure",
-        tp,
-        limit=60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4,
-        link=link,
-        case=asdict(case),
-        groups=groups,
-        rounds=rounds,
-    )
-    if as_json:
-        typer.echo(json.dumps(experts.as_dict(case, measured["times"]), indent=1))
-        return
-    over = f"a link of {link}" if link else "loopback"
-    conditions = f"{case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
-    experts.show(measured["times"], conditions, console(WIDTH))
+    module  the module of the package that times it, with `measure` and `tune`
+    case    what is exchanged, a dataclass
+    groups  the numbers of groups to try
+    """
+
+    module: str
+    case: Any
+    groups: list[int]
+
+    def call(self, function: str, as_json: bool, ranks: int, **options: Any) -> dict[str, Any]:
+        """Return what a function of the module returns on new ranks."""
+        from ascend_parallel.cli.bench_request import call_with_progress
+
+        asked = {"case": asdict(self.case), "groups": self.groups, **options}
+        return call_with_progress(as_json, f"{self.module}:{function}", ranks, **asked)
 
 
-def _experts_case(
-    moe: str,
+def _parts_of(
+    moe: str | None,
+    context: str | None,
     shared: int,
     model: str | None,
     shape: list[str] | None,
@@ -156,19 +165,45 @@ def _experts_case(
     dtype: str,
     chunks: str,
     device: str | None,
-) -> tuple[ExpertsCase, list[int]]:
-    """Return the layer of --moe and the numbers of groups; raises `PlanningError` for what is not allowed."""
+) -> _PartsRequest:
+    """Return what --moe or --context asks for; raises `PlanningError` for what is not allowed."""
     from ascend_parallel.cli.bench_request import chunk_counts, requested_device
+    from ascend_parallel.tuning.bench.attention import AttentionCase
     from ascend_parallel.tuning.bench.experts import ExpertsCase
     from ascend_parallel.tuning.launch.devices import CPU
 
-    if model is not None or shape:
-        raise PlanningError("give one of --model, --shape and --moe")
+    option = "--context" if moe is None else "--moe"
+    if model is not None or shape or (moe is not None and context is not None):
+        raise PlanningError("give one of --model, --shape, --moe and --context")
     if device is not None and requested_device(device, tp, None) != CPU:
-        raise PlanningError(f"--device {device}: --moe is timed on CPUs")
+        raise PlanningError(f"--device {device}: {option} is timed on CPUs")
     dtype_of(dtype)
-    case = ExpertsCase.parse(moe, shared, dtype, tp)
-    return case, [count for count in chunk_counts(chunks) if count <= case.experts // tp]
+    case: AttentionCase | ExpertsCase
+    if context is not None:
+        case = AttentionCase.parse(context, dtype, tp)
+    else:
+        case = ExpertsCase.parse(moe or "", shared, dtype, tp)
+    return _PartsRequest(
+        module=type(case).__module__,
+        case=case,
+        groups=[count for count in chunk_counts(chunks) if count <= case.parts(tp)],
+    )
+
+
+def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, as_json: bool) -> None:
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS
+    from ascend_parallel.tuning.bench.exchanges import as_dict, show
+
+    limit = 60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4
+    measured = parts.call("measure", as_json, tp, limit=limit, link=link, rounds=rounds)
+    if as_json:
+        typer.echo(json.dumps(as_dict(parts.case, measured["times"], measured["auto"]), indent=1))
+        return
+    over = f"a link of {link}" if link else "loopback"
+    conditions = (
+        f"{parts.case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
+    )
+    show(measured["times"], measured["auto"], conditions, console(WIDTH))
 
 
 def tune(
@@ -189,6 +224,7 @@ def tune(
         Path | None, typer.Option(help="Plan file to write; default: the cache of COC_PARALLEL_NUM=auto.")
     ] = None,
     moe: MoeOption = None,
+    context: ContextOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan.")] = False,
 ) -> None:
     """Time a model's layers and write the fastest chunk sizes to a plan; one chunk where overlap loses.
@@ -201,15 +237,18 @@ def tune(
 
       ascend-parallel tune --moe 8,1024,1024,512 --out plan.json
 
+      ascend-parallel tune --context 4096,16,4,64 --out plan.json
+
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
-    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, call_with_progress, request_of
+    from ascend_parallel.cli.bench_request import SECONDS_A_PASS, request_of
     from ascend_parallel.tuning.bench.results import rows_of, show
     from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
 
+    parts = None
     with errors("tune", LinkError):
-        if moe is not None:
-            case, groups = _experts_case(moe, 0, model, shape, tp, dtype, chunks, device)
+        if moe is not None or context is not None:
+            parts = _parts_of(moe, context, 0, model, shape, tp, dtype, chunks, device)
         else:
             request = request_of(
                 model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
@@ -218,10 +257,11 @@ def tune(
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
         if out is not None and out.exists():
             load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
-        if moe is not None:
-            limit, asked = 60 + 4 * SECONDS_A_PASS, {"case": asdict(case), "groups": groups}
-            target = "ascend_parallel.tuning.bench.experts:tune"
-            measured = call_with_progress(as_json, target, tp, limit=limit, link=link, **asked)
+        if parts is not None:
+            if not parts.groups:
+                most = parts.case.parts(tp)
+                raise PlanningError(f"--chunks {chunks}: {parts.case} can be cut into at most {most} on {tp} ranks")
+            measured = parts.call("tune", as_json, tp, limit=60 + 4 * SECONDS_A_PASS, link=link)
         else:
             measured = replace(request, fused=False).measure(as_json)
         plan = read_plan(measured["plan"])
@@ -232,18 +272,20 @@ def tune(
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
-    if moe is None:
+    if parts is None:
         rows = rows_of(request.names, measured["passes"])
         show(rows, request.conditions(measured), console(WIDTH), kept=True)
     else:
-        typer.echo(f"{case}: {_in_words(read_plan(measured['plan']).entries[0])}")
+        typer.echo(f"{parts.case}: {_in_words(read_plan(measured['plan']).entries[0])}")
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
 
 
 def _in_words(entry: Entry) -> str:
-    """Return the groups of an entry of experts with its times."""
+    """Return the groups of an entry of an exchange with its times."""
+    from ascend_parallel.tuning.measured.chunk_plan import in_turn_of
+
     serial, chosen = (f"{1e3 * seconds:.1f} ms" for seconds in (entry.serial, entry.chosen))
     if len(entry.sizes) == 1:
-        return f"the framework's own layer, {serial} forward and backward; no groups won"
+        return f"{in_turn_of(entry.operator)}, {serial} forward and backward; no groups won"
     return f"{len(entry.sizes)} groups, {chosen} forward and backward; in turn {serial}"

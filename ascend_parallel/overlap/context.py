@@ -21,7 +21,7 @@ and their results come back as combines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from ascend_parallel.ops.key_gather import (
     KeyGroup,
     LentKeyGroup,
     LentRows,
+    cut_heads,
     in_sequence,
     kept_rows,
     keys_before,
@@ -147,13 +148,12 @@ def attention_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, exchange: str = HEADS
 ) -> Problem:
     """Return the problem of an exchange of q, k and v, as `run_attention` takes them."""
+    heads = cut_heads(q.shape[2], k.shape[2], group.size(), exchange)
+    of_keys = k.shape[2:].numel() + v.shape[2:].numel()
     if exchange == GATHER:
-        features, tokens = k.shape[2:].numel() + v.shape[2:].numel(), group.size() * k.shape[:2].numel()
-        return heads_problem(KEY_GATHER, k.shape[2], tokens, features, q, group)
-    repeats = repeats_of(q.shape[2], k.shape[2], group.size())
-    features = q.shape[2:].numel() + repeats * (k.shape[2:].numel() + v.shape[2:].numel())
-    tokens = group.size() * q.shape[:2].numel()
-    return heads_problem(HEAD_EXCHANGE, k.shape[2] * repeats // group.size(), tokens, features, q, group)
+        return heads_problem(KEY_GATHER, heads, group.size() * k.shape[:2].numel(), of_keys, q, group)
+    features = q.shape[2:].numel() + heads * group.size() // k.shape[2] * of_keys
+    return heads_problem(HEAD_EXCHANGE, heads, group.size() * q.shape[:2].numel(), features, q, group)
 
 
 def attention_choice(
@@ -255,27 +255,53 @@ def confirm_shapes(
     """Raise `ValueError` for operands that do not fit, `DisagreementError` if the ranks' operands differ.
 
     The ranks compare when one of them has not had such operands on this group before. operator: that they will run.
-    others: what else must be alike.
+    others: what else must be alike. A rank that computes no gradients here, as in an evaluation, runs the collectives
+    of a forward like the others; `confirm_gradients` compares again where backward runs.
     """
     fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[3] != k.shape[3]:
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         raise ValueError(f"{operator}: {shapes} are not [s, B, N, D] and twice [s, B, n, D]")
-    graded = torch.is_grad_enabled()
-    kinds = [f"{list(x.shape)} {x.dtype}{' with gradient' if graded and x.requires_grad else ''}" for x in (q, k, v)]
+    kinds = [f"{list(x.shape)} {x.dtype}" for x in (q, k, v)]
     mine = "; ".join(filter(None, (f"{operator} of q, k, v {', '.join(kinds)}", others)))
     confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return
+    graded = _graded_names(x.requires_grad for x in (q, k, v)) if torch.is_grad_enabled() else ""
     with hide_from_selective_checkpoint():
-        by_rank = exchange(group, mine, {"tensors": mine}, DisagreementError, topic="context")
-    if any(value["tensors"] != mine for value in by_rank.values()):
-        what = "; ".join(f"rank {rank}: {value['tensors']}" for rank, value in by_rank.items())
+        by_rank = exchange(group, mine, {"tensors": mine, "graded": graded}, DisagreementError, topic="context")
+    asked = {value["graded"] for value in by_rank.values()} - {""}
+    if any(value["tensors"] != mine for value in by_rank.values()) or len(asked) > 1:
+        words = {rank: "; ".join(filter(None, value.values())) for rank, value in by_rank.items()}
+        what = "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
         raise DisagreementError(
             f"{operator}: ranks of {describe(group)} have other shares of the sequence ({what}): give every rank "
-            "as many tokens, padded to a multiple of the ranks, and ask for the same exchange"
+            "as many tokens, padded to a multiple of the ranks, and ask for the same exchange and gradients"
         )
     confirmed.add(mine)
+
+
+def confirm_gradients(needed: Sequence[bool], group: dist.ProcessGroup, operator: str) -> None:
+    """Raise `DisagreementError` if a backward makes other gradients of q, k and v on other ranks: each is collective.
+
+    The ranks compare when one of them has not made such gradients on this group before.
+    """
+    mine = f"{operator}: {_graded_names(needed)}"
+    confirmed = _CONFIRMED.setdefault(group, set())
+    if mine in confirmed or group.size() == 1:
+        return
+    by_rank = exchange(group, f"backward of {mine}", {"graded": mine}, DisagreementError, topic="context backward")
+    if any(value["graded"] != mine for value in by_rank.values()):
+        what = "; ".join(f"rank {rank}: {value['graded']}" for rank, value in by_rank.items())
+        raise DisagreementError(
+            f"{operator}: ranks of {describe(group)} compute other gradients ({what}): freeze the same parameters, and "
+            "require the same gradients, on all ranks that share a sequence"
+        )
+    confirmed.add(mine)
+
+
+def _graded_names(needed: Iterable[bool]) -> str:
+    return f"gradients of {', '.join(name for name, need in zip('qkv', needed, strict=False) if need) or 'none'}"
 
 
 class _Attention(torch.autograd.Function):
@@ -295,6 +321,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
+        confirm_gradients(ctx.needs_input_grad[:3], ctx.call.group, ctx.call.choice.problem.operator)
         with ctx.saved.given(saved), recorded_pass(ctx, "attention", "backward", d_output.device.type):
             return _backward(ctx, d_output)
 

@@ -16,6 +16,7 @@ import copy
 import functools
 import importlib
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ FIRST = (0, 13)
 # What Megatron-core calls the ways (``cp_comm_type``); its default, "p2p", asks for none of them.
 COMM_TYPES = {"a2a": HEADS, "all_gather": GATHER}
 FORWARD = ("self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
+
+# The forwards that exchange heads around Megatron-core's.
+_EXCHANGING: WeakSet[Function] = WeakSet()
 
 
 def patch_set(megatron: Megatron) -> PatchSet:
@@ -79,8 +83,20 @@ def _init(original: Function) -> Function:
         self.config = config
         asked = kwargs.get("cp_comm_type")  # of this layer; a configuration may have a list of all
         self.exchange_of_context = _exchange_of(self, config.cp_comm_type if asked is None else asked)
+        self.register_forward_pre_hook(_refuse_without_exchange)
 
     return init
+
+
+def _refuse_without_exchange(attention: Any, _: Any) -> None:
+    """Raise an error if overlap has been switched off: Megatron-core's forward would read this rank's tokens alone."""
+    if not any(vars(kind).get("forward") in _EXCHANGING for kind in type(attention).__mro__):
+        ranks = attention.config.context_parallel_size
+        raise ValueError(
+            f"context_parallel_size={ranks}: Megatron-core's own attention cannot share a sequence, and the overlap "
+            "that this model was built with has been switched off: keep COC_PARALLEL_NUM, or call "
+            "configure(num_chunks=1, mode=2) for one group"
+        )
 
 
 def _refuse(config: Any) -> None:
@@ -183,6 +199,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         o = exchanged_attention(self, (query, key, value), attention, group, megatron)
         return o.flatten(2)
 
+    _EXCHANGING.add(forward)
     return forward
 
 

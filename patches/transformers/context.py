@@ -91,11 +91,18 @@ def context_parallel(
     masks, attentions = _interfaces()
     masks.register(context.name, context.mask)
     attentions.register(context.name, context.attend)
-    if hasattr(model, "generate") and "generate" not in vars(type(model)):
-        kind = type(model)
-        _generate_patch(f"{kind.__module__}.{kind.__name__}").apply(importlib.metadata.version("transformers"))
+    # FSDP2 gives a model a class of its own, which no module has.
+    generating = [kind for kind in type(model).__mro__ if hasattr(kind, "generate") and _is_named(kind)]
+    if generating and "generate" not in vars(generating[0]):
+        name = f"{generating[0].__module__}.{generating[0].__name__}"
+        _generate_patch(name).apply(importlib.metadata.version("transformers"))
     model.set_attn_implementation(context.name)
     return context
+
+
+def _is_named(kind: type) -> bool:
+    """Tell whether a class can be imported by its name."""
+    return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
 def _interfaces() -> tuple[Any, Any]:

@@ -189,7 +189,7 @@ def test_a_word_where_a_number_belongs_is_refused(words, name, folder):
 
 @pytest.mark.parametrize(("words", "name"), TEXTS, ids=ids)
 def test_an_unknown_text_is_refused(words, name, folder):
-    others = ["--shape"] if name in ("--model", "--moe") else ["--model"] if name == "--shape" else []
+    others = ["--shape"] if name in ("--model", "--moe", "--context") else ["--model"] if name == "--shape" else []
     result = invoke(*call_of(words, folder, [name, *others]), name, "nonsense")
     refused(result, f"{words[0]}: ", CALLED.get(name, name), "nonsense")
 

@@ -268,6 +268,30 @@ def test_heads_and_bytes_choose_the_exchange():
         choose_exchange(7, 7, 2, "heads")
 
 
+def other_gradients(group, evaluated_first):
+    """Return the error of ranks that need other gradients, at their first forward or at their backward."""
+    shape = (14 if evaluated_first else 12, 1, 4, 8)
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    how = {"group": group, "settings": Settings(num_chunks=2, mode=2)}
+    if evaluated_first:  # so that the shapes are known
+        with torch.no_grad():
+            run_attention(q, k, v, attend(Case()), **how)
+    try:
+        q.requires_grad_(group.rank() == 0)
+        run_attention(q, k.requires_grad_(), v, attend(Case()), **how).sum().backward()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_need_other_gradients_are_named(ranks):
+    for error in ranks(2).run(other_gradients, False):
+        assert "rank 0: head_exchange of q, k, v [12, 1, 4, 8]" in error
+        assert "; gradients of q, k; rank 1: " in error and error.count("gradients of k") == 1
+    for error in ranks(2).run(other_gradients, True):
+        assert "compute other gradients (rank 0: head_exchange: gradients of q, k; rank 1: head_exchange" in error
+
+
 def refused(group, shape, heads, settings=None):
     q, k = torch.zeros(shape, 1, heads[0], 8), torch.zeros(shape, 1, heads[1], 8)
     try:

@@ -1,5 +1,6 @@
 """Megatron-core's own attention with context parallelism: ranks that share sequences beside one rank."""
 
+import contextlib
 import importlib.metadata
 import inspect
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ CASES = [
     ),
     Case(ranks=4, tensor_parallel=2, options={"sequence_parallel": True, "heads": 8}),
     Case(ranks=4, tensor_parallel=2, options={"sequence_parallel": True, "heads": 8}, settings=REGION),
+    Case(ranks=4, tensor_parallel=2, options={"heads": 8, "rope": True}, groups=(2,)),
     Case(ranks=4, options={"heads": 8, "num_query_groups": 4, "rope": True, "window_size": (20, 0)}, groups=(1,)),
 ]
 
@@ -63,19 +65,21 @@ REFUSED = [
 ]
 
 
-def start(case, context):
+def start(case, context, stages=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tensor_parallel, context_parallel_size=context
+        tensor_model_parallel_size=case.tensor_parallel,
+        context_parallel_size=context,
+        pipeline_model_parallel_size=stages,
     )
     model_parallel_cuda_manual_seed(1234)
 
 
-def batch_of(case):
+def batch_of(case, seed=7):
     """Return the whole batch, as a loader of Megatron makes it."""
-    tokens = torch.randint(256, (case.batch, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(256, (case.batch, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     document = torch.repeat_interleave(torch.arange(len(case.masked)), torch.tensor(case.masked, dtype=torch.int64))
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     mask = mask | (document[:, None] != document) if case.masked else mask
@@ -87,22 +91,27 @@ def batch_of(case):
     }
 
 
+def cut(batch):
+    """Return this rank's part of a whole batch, by Megatron's own function."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    # Since 0.18 it asks for these two, and without the group takes all ranks.
+    asked = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    return get_batch_on_this_cp_rank(batch, **{name: value for name, value in asked.items() if name in known})
+
+
 def results(case, context, dtype=torch.float32):
     """Return this rank's losses of tokens, gradients of the embedded tokens, and gradients of weights, summed."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     model = small_gpt(seq=LENGTH, context_parallel_size=context, dtype=dtype, **case.options)
     kept = []
     if case.habits and context > 1 and dist.get_rank() == 0:
         take_habits(model)
     model.embedding.register_forward_hook(lambda *call: kept.append(call[-1]) or call[-1].retain_grad())
-    batch = batch_of(case)
-    if context > 1:
-        # Since 0.18 it asks for these two, and without the group takes all ranks.
-        asked = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
-        known = inspect.signature(get_batch_on_this_cp_rank).parameters
-        batch = get_batch_on_this_cp_rank(batch, **{name: value for name, value in asked.items() if name in known})
+    batch = cut(batch_of(case)) if context > 1 else batch_of(case)
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     (losses.sum() / (case.batch * LENGTH)).backward()
     finalize_gradients(model)
@@ -202,6 +211,133 @@ def test_a_gpt_whose_ranks_gather_keys_has_the_losses_of_one_rank(ranks, case):
             passes = 3 if case.options.get("recompute") else 2
             assert (parts["gathers"], parts["exchanges"]) == (groups * passes * 2, {}), groups
             assert parts["near"] and parts["weights"] < 2e-5, (groups, parts)
+
+
+def in_stages(context, dtype=torch.float32):
+    """Return the losses of two micro-batches on the last stage, and this stage's weight gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    case = Case()
+    start(case, context, stages=2)
+    model = small_gpt(num_layers=4, tied=False, seq=LENGTH, context_parallel_size=context, dtype=dtype)
+
+    def step(iterator, model):
+        batch = next(iterator)
+        batch = cut(batch) if context > 1 else batch
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return losses, lambda losses: (losses.sum() / (case.batch * LENGTH), {"losses": losses.detach()})
+
+    found = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([batch_of(case, seed) for seed in range(2)]),
+        model=model,
+        num_microbatches=2,
+        seq_length=LENGTH,
+        micro_batch_size=case.batch,
+        forward_only=False,
+    )
+    finalize_gradients(model)
+    losses = [each["losses"] for each in found]
+    gradients = {name: weight.grad.double() for name, weight in model.named_parameters()}
+    place = parallel_state.get_context_parallel_rank()
+    for gradient in gradients.values():  # averaged, as Megatron's DDP does: the schedule multiplies losses by the ranks
+        dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        gradient /= context
+    end_model_parallel()
+    return losses, gradients, place
+
+
+def pipelined(group):
+    """Return whether losses are those of stages whose ranks have whole sequences, and the worst weight gradient."""
+    with megatron_on_cpu(schedules=True):
+        ascend_parallel.configure(num_chunks=2)
+        try:
+            _, truth, _ = in_stages(1, torch.float64)
+            expected, _, _ = in_stages(1)
+            COUNTS.clear()
+            losses, gradients, rank = in_stages(2)
+            exchanges = COUNTS.as_dict()["head_exchange"]["chunks"]
+        finally:
+            ascend_parallel.configure(num_chunks=1)
+    alike = [torch.equal(x, own_part(whole, 1, rank, 2)) for x, whole in zip(losses, expected, strict=True)]
+    worst = max(((gradients[name] - x).abs().max() / x.abs().max()).item() for name, x in truth.items())
+    return alike, worst, exchanges
+
+
+@promise("megatron-context-bits")
+def test_the_stages_of_a_pipeline_share_sequences(ranks):
+    found = ranks(4).run(pipelined)
+    assert [alike for alike, _, _ in found] == [[]] * 2 + [[True, True]] * 2
+    for _, worst, exchanges in found:
+        assert worst < 2e-5
+        assert exchanges == 16  # 2 layers, forward and backward, in 2 groups, of 2 micro-batches
+
+
+def with_replicas(group):
+    """Return the worst weight gradient of Megatron's DDP over two replicas of two ranks, beside one rank in float64."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    case, truth = Case(), {}
+
+    def loss_of(model, batch):
+        losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        return losses.sum() / (case.batch * LENGTH)
+
+    with megatron_on_cpu(schedules=True):
+        ascend_parallel.configure(num_chunks=2)
+        try:
+            start(case, 1)
+            model = small_gpt(seq=LENGTH, dtype=torch.float64)
+            for seed in range(4):
+                (loss_of(model, batch_of(case, seed)) / 4).backward()
+            finalize_gradients(model)
+            truth = {name: weight.grad for name, weight in model.named_parameters()}
+            end_model_parallel()
+            start(case, 2)
+            model = small_gpt(seq=LENGTH, context_parallel_size=2)
+            config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=20000)
+            wrapped = DistributedDataParallel(model.config, config, model)
+            replica = parallel_state.get_data_parallel_rank()
+            for last in (False, True):  # two micro-batches, as many as ranks share a sequence: the factors cancel
+                with contextlib.nullcontext() if last else wrapped.no_sync():
+                    loss_of(wrapped, cut(batch_of(case, 2 * replica + last))).backward()
+            wrapped.finish_grad_sync()
+            gradients = {name: weight.main_grad for name, weight in model.named_parameters()}
+            end_model_parallel()
+        finally:
+            ascend_parallel.configure(num_chunks=1)
+    return max(((gradients[name] - x).abs().max() / x.abs().max()).item() for name, x in truth.items())
+
+
+@promise("context-data-parallel")
+def test_weight_gradients_of_replicas_are_those_of_one_rank_with_all_batches(ranks):
+    assert max(ranks(4).run(with_replicas)) < 2e-5
+
+
+def switched_off(group, settings):
+    """Return the error of a model that was built with overlap, and is called with other settings."""
+    with megatron_on_cpu(schedules=True):
+        ascend_parallel.configure(num_chunks=2)
+        start(Case(), 2)
+        try:
+            model = small_gpt(seq=LENGTH, context_parallel_size=2)
+            batch = cut(batch_of(Case()))
+            ascend_parallel.configure(**settings)
+            model(batch["tokens"], batch["position_ids"], None)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        finally:
+            ascend_parallel.configure(num_chunks=1, deterministic=False)
+            end_model_parallel()
+    return None
+
+
+@pytest.mark.parametrize("settings", [{"num_chunks": 1}, {"num_chunks": 2, "deterministic": "tp"}], ids=str)
+def test_a_model_that_shares_sequences_never_runs_without_the_exchange(ranks, settings):
+    for error in ranks(2).run(switched_off, settings):
+        assert "the overlap that this model was built with has been switched off" in error
 
 
 def refusal(group, options, changes):

@@ -310,12 +310,16 @@ def errors(group):
     )
     dropping = built(case)
     dropping.config.attention_dropout = 0.1
+    later = built(case)
+    of_later = context_parallel(later, group)
+    later.model.layers[1].self_attn.attention_dropout = 0.1
     uneven = ids[:, : 64 - group.rank()]
     mixed = torch.ones_like(ids[:, :64]) if group.rank() else None
     part = context.cut(ids)
     misuses = {
         "sliding window": lambda: context_parallel(windowed, group),
         "dropout": lambda: context_parallel(dropping, group),
+        "dropout, later": lambda: later(**of_later.cut(ids)),
         "heads": lambda: context_parallel(built(Case(heads=(1, 1))), group, exchange="heads"),
         "no model": lambda: context_parallel(torch.nn.Linear(2, 2), group),
         "uncut": lambda: model(input_ids=ids[:, :64]),
@@ -325,7 +329,13 @@ def errors(group):
         "masks": lambda: model(input_ids=part["input_ids"], position_ids=part["position_ids"], attention_mask=mixed),
         "4D": lambda: model(**part, attention_mask=torch.zeros(1, 1, 64, 64)),
     }
-    return {name: raised(misuse) for name, misuse in misuses.items()}
+    found = {name: raised(misuse) for name, misuse in misuses.items()}
+    for frameworks in (("transformers",), ("torch",)):  # the second has no patches of transformers in force
+        ascend_parallel.configure(deterministic="tp", frameworks=frameworks)
+        found[f"tree of {frameworks[0]}"] = raised(lambda: context_parallel(built(case), group))
+        found[f"tree, later, of {frameworks[0]}"] = raised(lambda: model(**part))
+    ascend_parallel.configure(deterministic=False, frameworks=None)
+    return found
 
 
 def raised(misuse):
@@ -349,3 +359,6 @@ def test_what_cannot_be_shared_is_an_error(ranks):
         assert "rank 0: 64 tokens, attention_mask False; rank 1: 63 tokens, attention_mask False" in error["uneven"]
         assert "rank 0: 64 tokens, attention_mask False; rank 1: 64 tokens, attention_mask True" in error["masks"]
         assert "given a mask that the model made itself" in error["4D"]
+        assert "computes attention with dropout=0.1, which ranks do not share" in error["dropout, later"]
+        for name in [name for name in error if name.startswith("tree")]:
+            assert error[name].startswith("DegreeError: ") and "context parallelism has no tree" in error[name], name

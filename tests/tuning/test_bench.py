@@ -93,16 +93,32 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
 
 
 @pytest.mark.slow
-def test_tune_measures_experts_beside_what_a_plan_has(tmp_path):
+def test_tune_measures_exchanges_beside_what_a_plan_has(tmp_path):
     path = tmp_path / "plan.json"
-    for words in (("--moe", "8,96,32,16"), ("--shape", "256,64,96", "--layer", "row")):
+    for words in (("--moe", "8,96,32,16"), ("--context", "64,8,4,8"), ("--shape", "256,64,96", "--layer", "row")):
         ended = command("tune", *words, "--out", str(path), *FEW)
         assert ended.returncode == 0, ended.stderr
-    experts, *layers = load_plan(str(path)).entries
+    experts, heads, *layers = load_plan(str(path)).entries
+    assert (heads.run, heads.operator, heads.m, heads.k, heads.n) == ("forward", "head_exchange", 2, 64, 8 * 16)
+    assert sum(heads.sizes) == 2
     assert (experts.run, experts.operator, experts.m, experts.k, experts.n) == ("forward", "expert_exchange", 4, 32, 32)
     assert sum(experts.sizes) == 4 and len(layers) == 2
     refused = command("tune", "--moe", "8,96,32,16", "--model", "llama2-7b", "--out", str(path), *FEW)
-    assert refused.returncode == 2 and "give one of --model, --shape and --moe" in refused.stderr
+    assert refused.returncode == 2 and "give one of --model, --shape, --moe and --context" in refused.stderr
+
+
+@promise("auto-context")
+@pytest.mark.slow
+def test_bench_of_shared_attention_beside_the_whole_exchange():
+    ended = command("bench", "--context", "64,8,4,8", "--json", "--rounds", "3", "--chunks", "2,4")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    names = [variant["name"] for variant in found["variants"]]
+    gathers = [f"gather, {count} group{'s' if count > 1 else ''}" for count in (1, 2)]  # of 2: an exchange has 2 heads
+    assert names == ["serial", "heads, 1 group", "heads, 2 groups", *gathers, "auto"]
+    assert found["auto"] in ("heads, 1 group", "heads, 2 groups")
+    assert found["case"] == {"tokens": 64, "heads": 8, "key_heads": 4, "width": 8, "dtype": "float32"}
+    assert all(len(times) == 3 and min(times) > 0 for times in found["times"].values())
 
 
 @pytest.mark.slow
@@ -125,6 +141,10 @@ def test_tune_fills_the_cache(tmp_path):
         (("--shape", "1024,64,64", "--link", "fast"), "the rate 'fast' is not allowed"),
         (("--model", "llama9"), "llama9"),
         (("--shape", "1024,64,64", "--tp", "1"), "--tp"),
+        (("--context", "1024,8"), "give TOKENS,HEADS,KEYS,WIDTH, with a multiple of 4 tokens, such as 4096,8,8,64"),
+        (("--context", "1022,8,8,64"), "with a multiple of 4 tokens"),
+        (("--context", "1024,7,3,64"), "7 heads of queries, no multiple of 3 heads of keys"),
+        (("--context", "1024,8,8,64", "--moe", "8,64,64,64"), "give one of --model, --shape, --moe and --context"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

@@ -17,6 +17,7 @@ from ascend_parallel.ops import shm
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "buckets.py": ("--rounds", "1"),
+    "context.py": ("--rounds", "1", "--attention", "--case", "0"),
     "gpu.py --halves --device cpu --parts layers,steps": [
         *("--rounds", "1", "--repeats", "1", "--rows", "64", "--hidden", "32"),
         *("--heads", "4", "--layers", "1", "--batch", "2", "--chunks", "2"),

@@ -1,4 +1,4 @@
-"""The part of ``bench --moe`` that runs on the ranks, and its figures: forward and backward of a layer of experts.
+"""The part of ``bench --moe`` that runs on the ranks: forward and backward of a layer of experts.
 
 Gated experts get the rows of all ranks; beside them a shared expert may run on a rank's own rows. All variants compute
 the same: in turn ("serial"), with the shared expert and weight gradients under whole all-to-alls ("no cut"), and in
@@ -9,15 +9,13 @@ or in pieces: gloo sends whole ones in one direction after the other if a rank c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.nn.functional import linear, silu
 
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
@@ -27,19 +25,14 @@ from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
 from ascend_parallel.text import whole
-from ascend_parallel.text.tables import terminal_table
-from ascend_parallel.tuning.bench.results import speedup_of
+from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
-from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
-from ascend_parallel.tuning.measured.part_groups import PartGroups, fastest_groups
-from ascend_parallel.tuning.measured.rank_clock import RankClock
+from ascend_parallel.tuning.measured.part_groups import PartGroups
 
-SERIAL, NO_CUT, AUTO = "serial", "no cut", "auto"
-COMPUTATION, COMMUNICATION = "T_comp", {"T_comm": 1, "T_comm in 4 pieces": 4}
+NO_CUT = "no cut"
+PIECES = {COMMUNICATION: 1, f"{COMMUNICATION} in 4 pieces": 4}
 SEED = 7
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +67,10 @@ class ExpertsCase:
         experts, rows, hidden, inner = sizes
         return cls(experts=experts, rows=rows, hidden=hidden, inner=inner, shared=shared, dtype=dtype)
 
+    def parts(self, ranks: int) -> int:
+        """Return how many experts a rank has, which groups are made of."""
+        return self.experts // ranks
+
     def __str__(self) -> str:
         """Return the case in words."""
         shared = f", a shared expert of {self.shared}" if self.shared else ""
@@ -87,31 +84,20 @@ def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], r
     """Return the seconds of the slowest rank, by variant and round; T_comp and T_comm are among the variants."""
     layer = _Layer(ExpertsCase(**case), group)
     runs: dict[str, Run] = {COMPUTATION: layer.compute}
-    runs |= {name: functools.partial(layer.communicate, pieces) for name, pieces in COMMUNICATION.items()}
+    runs |= {name: functools.partial(layer.communicate, pieces) for name, pieces in PIECES.items()}
     runs[SERIAL] = layer.serial
     runs[NO_CUT] = functools.partial(layer.overlapped, 1)
     runs |= {f"{count} groups": functools.partial(layer.overlapped, count) for count in groups}
     report("auto")
     runs[AUTO], chosen = layer.automatic()
-    clock = RankClock(group, "cpu")
-    timed = {name: functools.partial(clock.seconds, run) for name, run in runs.items()}
-    times = clock.rounds(timed, rounds, lambda number: report(f"round {number} of {rounds}"))
-    return {"times": times, "auto": chosen, "torch": torch.__version__}
+    return {"times": times_of(runs, group, rounds), "auto": chosen, "torch": torch.__version__}
 
 
 def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> dict[str, Any]:
     """Return a plan with the fastest groups of the layer, as COC_TUNE measures them."""
     layer = _Layer(ExpertsCase(**case), group)
-    problem, device = layer.problem, torch.device("cpu")
-    runs = {
-        split_rows(problem.rows, count, 1): functools.partial(layer.overlapped, count)
-        for count in groups
-        if count <= problem.rows
-    }
     report("timing groups of experts")
-    entry = fastest_groups(problem, group, runs, layer.serial, device)
-    machine = this_machine(group.size(), device, group._get_backend(device).name())
-    return {"plan": Plan(machine, (entry,)).as_dict(), "torch": torch.__version__}
+    return plan_of(layer.problem, group, layer.overlapped, layer.serial, groups)
 
 
 class _Layer:
@@ -228,69 +214,3 @@ def _run_grouped(group: ExpertGroup, rows: torch.Tensor, _: object, weights: Any
     up, down = (weight.transpose(1, 2) for weight in weights)
     gate, value = torch._grouped_mm(group.by_expert(rows), up, offs=ends).chunk(2, dim=-1)
     return group.by_source(torch._grouped_mm(silu(gate) * value, down, offs=ends))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A variant: median seconds, median of the paired ratio serial / own with its 95 % interval, share of the bound."""
-
-    name: str
-    seconds: float
-    speedup: float
-    low: float
-    high: float
-    of_bound: float
-
-
-def parts_of(times: Mapping[str, list[float]]) -> tuple[float, float]:
-    """Return T_comp and T_comm: the medians, of whole all-to-alls or of pieces, whichever are faster."""
-    return median(times[COMPUTATION]), min(median(times[name]) for name in COMMUNICATION)
-
-
-def figures_of(times: Mapping[str, list[float]]) -> list[Figure]:
-    """Return the figures of all variants, serial first."""
-    bound = max(parts_of(times))
-    figures = []
-    for name, ours in times.items():
-        if name != COMPUTATION and name not in COMMUNICATION:
-            (speedup, low, high), seconds = speedup_of(times[SERIAL], ours), median(ours)
-            figures.append(
-                Figure(name=name, seconds=seconds, speedup=speedup, low=low, high=high, of_bound=seconds / bound)
-            )
-    return figures
-
-
-def as_dict(case: ExpertsCase, times: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return plain values, for JSON; seconds."""
-    variants = [asdict(figure) for figure in figures_of(times)]
-    computation, communication = parts_of(times)
-    return {
-        "case": asdict(case),
-        "computation": computation,
-        "communication": communication,
-        "variants": variants,
-        "times": dict(times),
-    }
-
-
-def show(times: Mapping[str, list[float]], conditions: str, console: Console) -> None:
-    """Print the figures beside their lower bound."""
-    parts = parts_of(times)
-    ideal = sum(parts) / max(parts)
-    heads = ("variant", "ms", "serial / own", "95 %", "time / bound")
-    rows = [
-        (
-            figure.name,
-            f"{1e3 * figure.seconds:.1f}",
-            f"{figure.speedup:.2f}",
-            f"{figure.low:.2f}-{figure.high:.2f}",
-            f"{figure.of_bound:.2f}",
-        )
-        for figure in figures_of(times)
-    ]
-    console.print(terminal_table(conditions, heads, rows, right=range(1, len(heads))))
-    computed, moved = (f"{1e3 * seconds:.1f}" for seconds in parts)
-    console.print(
-        f"T_comp {computed} ms, T_comm {moved} ms: no schedule is faster than the longer of the two; in turn they "
-        f"take {ideal:.2f} times as long."
-    )

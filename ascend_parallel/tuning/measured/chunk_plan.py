@@ -108,14 +108,15 @@ class Plan:
         if entry is None or sum(entry.sizes) != problem.rows:
             return None
         if problem.is_exchange and len(entry.sizes) == 1:
-            return entry.sizes, f"plan: one group, because {in_turn_of(problem)} was as fast"
+            return entry.sizes, f"plan: one group, because {in_turn_of(problem.operator)} was as fast"
         if len(entry.sizes) == 1:
             return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
         gain = 100 * (1 - entry.chosen / entry.serial)
         if is_one_gather(entry.sizes):
             return entry.sizes, f"plan: one gather, under the product of a rank's own rows, {gain:.0f}% faster"
         if problem.is_exchange:
-            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn_of(problem)}"
+            in_turn = in_turn_of(problem.operator)
+            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn}"
         return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
 
     def entry_of(self, operator: LayerOperator) -> Entry | None:
@@ -221,9 +222,9 @@ def load_plan(name: str, variable: str = "COC_PLAN") -> Plan:
         ) from error
 
 
-def in_turn_of(problem: Problem) -> str:
+def in_turn_of(operator: str) -> str:
     """Return in words what an exchange without groups is."""
-    return "the framework's own layer" if problem.operator == EXPERT_EXCHANGE else "the exchange of all heads"
+    return "the framework's own layer" if operator == EXPERT_EXCHANGE else "the exchange of all heads"
 
 
 def differences(plan: Plan, here: Machine) -> list[str]:

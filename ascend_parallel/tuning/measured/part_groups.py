@@ -102,7 +102,7 @@ class PartGroups:
         }
         entry = fastest_groups(problem, group, runs, in_turn, device)
         if dist.get_rank() == 0:
-            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else in_turn_of(problem)
+            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else in_turn_of(problem.operator)
             figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
             log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
         return entry
