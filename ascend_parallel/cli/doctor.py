@@ -13,7 +13,7 @@ from ascend_parallel.cli.options import DeviceOption
 from ascend_parallel.cli.output import console, errors, progress_console
 
 if TYPE_CHECKING:
-    from ascend_parallel.diagnostics.doctor import Report
+    from ascend_parallel.diagnostics.doctor import ContextRequest, Report
 
 WIDTH = 120  # of output that is not a terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
@@ -24,6 +24,9 @@ def doctor(
         0, metavar="RANKS", min=0, max=16, help="Try every kernel on this number of local processes."
     ),
     device: DeviceOption = None,
+    context: str | None = typer.Option(
+        None, metavar="HEADS,KEYS,RANKS", help="Say how ranks that share a sequence would exchange these heads."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for scripts."),
 ) -> None:
     """Report what is installed, enabled and available on this machine, and what to fix.
@@ -36,6 +39,8 @@ def doctor(
       ascend-parallel doctor
 
       COC_PARALLEL_NUM=4 ascend-parallel doctor --group 2
+
+      COC_PARALLEL_NUM=4 ascend-parallel doctor --context 32,8,4
     """
     from ascend_parallel.cli.bench_request import requested_device
     from ascend_parallel.diagnostics.doctor import examine
@@ -47,13 +52,28 @@ def doctor(
         return
     with errors("doctor"):
         place = requested_device(device, max(group, 1), None)
+    shared = None if context is None else _heads(context)
     with progress_console(as_json).status("examining") as line:
-        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"), place)
+        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"), place, context=shared)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         _print(report)
     raise typer.Exit(0 if report.healthy else 1)
+
+
+def _heads(text: str) -> ContextRequest:
+    """Read ``HEADS,KEYS,RANKS``."""
+    from ascend_parallel.diagnostics.doctor import ContextRequest
+    from ascend_parallel.text import whole
+
+    counts = [whole(part) or 0 for part in text.split(",")]
+    if len(counts) != 3 or min(counts) < 1:
+        raise typer.BadParameter(
+            f"{text!r} is not allowed: give HEADS,KEYS,RANKS such as 32,8,4", param_hint="--context"
+        )
+    queries, keys, ranks = counts
+    return ContextRequest(queries=queries, keys=keys, ranks=ranks)
 
 
 def _print(report: Report) -> None:

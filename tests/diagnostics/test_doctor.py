@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from environments import call, environment
 from launch import forked_python
 from marks import promise
@@ -15,7 +17,8 @@ from typer.testing import CliRunner
 
 from ascend_parallel import Settings
 from ascend_parallel.cli.app import app
-from ascend_parallel.diagnostics.doctor import trial
+from ascend_parallel.diagnostics.doctor import ContextRequest, trial
+from ascend_parallel.ops.problem import PART_NAMES
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 
@@ -29,7 +32,7 @@ def doctor(*arguments, cwd=None, **variables):
 
 
 def test_a_machine_without_faults():
-    ended = doctor("--json", "--group", "2", COC_PARALLEL_NUM="4")
+    ended = doctor("--json", "--group", "2", "--context", "8,2,4", COC_PARALLEL_NUM="4")
     report = json.loads(ended.stdout)
     assert (ended.returncode, report["healthy"]) == (0, True)
     assert report["verdict"] == "nothing is wrong; overlap is on: 4 chunks (COC_PARALLEL_NUM=4)"
@@ -47,6 +50,36 @@ def test_a_machine_without_faults():
     }
     assert all(call["bits"] and call["again"] for call in calls if call["kernel"] == "reference")
     assert all(0 < call["error"] <= call["limit"] for call in calls)
+    assert {found["tried on 2 processes", name] for name in PART_NAMES} == {"right"}
+    assert "keys and values are gathered, because" in found["context parallelism", "8 heads, 2 of keys"]
+    assert found["context parallelism", "groups"] == "2, of heads [1, 1]"
+
+
+SHARED = [  # heads of queries, of keys, ranks; settings; what is found, by verdict
+    ((32, 8, 4), {"num_chunks": 4}, [("good", "heads are exchanged"), ("good", "2, of heads [1, 1]")]),
+    ((32, 8, 4), {"num_chunks": 4, "strict": True}, [("good", "heads are exchanged"), ("good", "2, of heads [1, 1]")]),
+    ((32, 8, 2), {"auto": True}, [("good", "heads are exchanged"), ("good", "measured in the run; at most 4")]),
+    ((32, 8, 2), {}, [("good", "heads are exchanged"), ("note", "1: nothing is hidden")]),
+    ((8, 1, 2), {"num_chunks": 4}, [("note", "keys and values are gathered"), ("note", "one head of keys")]),
+    ((32, 8, 8), {"num_chunks": 4}, [("good", "heads are exchanged"), ("note", "one head of keys")]),
+    ((8, 3, 2), {}, [("bad", "refused on 2 ranks: head_exchange: 8 heads of queries, no multiple of 3")]),
+    ((32, 8, 4), {"deterministic": "tp"}, [("bad", "refused: weight gradients are summed over the ranks")]),
+    ((32, 8, 1), {"num_chunks": 4}, [("good", "one rank: nothing is exchanged")]),
+]
+
+
+@pytest.mark.parametrize(("heads", "settings", "expected"), SHARED, ids=str)
+def test_doctor_says_whether_and_how_ranks_would_share_a_sequence(heads, settings, expected):
+    request = ContextRequest(queries=heads[0], keys=heads[1], ranks=heads[2])
+    found = [(finding.verdict, finding.found) for finding in request.findings(Settings(**settings))]
+    assert [verdict for verdict, _ in found] == [verdict for verdict, _ in expected]
+    for (_, text), (_, begins) in zip(found, expected, strict=True):
+        assert text.startswith(begins)
+
+
+def test_heads_that_are_no_heads_are_refused():
+    ended = CliRunner().invoke(app, ["doctor", "--context", "32,8"])
+    assert ended.exit_code == 2 and "'32,8' is not allowed: give HEADS,KEYS,RANKS such as 32,8,4" in ended.stderr
 
 
 def test_a_misspelt_variable_is_bad_and_said_in_words():
@@ -176,10 +209,16 @@ class Wrong:
 
 
 def planted(group, factor):
-    kept = dict(KERNELS)
+    kept, send, sent = dict(KERNELS), dist.all_to_all_single, []
     KERNELS["chunked"] = Wrong(factor)
+
+    def scaled(out, x, *sizes, **options):
+        sent.append(x * 1.01)
+        return send(out, sent[-1], *sizes, **options)
+
     try:
-        return trial.try_all(group)
+        with mock.patch.object(dist, "all_to_all_single", scaled):
+            return trial.try_all(group)
     finally:
         KERNELS.update(kept)
 
@@ -192,6 +231,9 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_found_by_all(ranks, factor, off):
         assert found["chunked"].startswith(f"wrong: matmul_all_reduce of float32 is off by {off}")
         assert ("bfloat16" in found["chunked"]) == (factor != 1.01)  # 1 % is rounding there
         assert found["reference"] == "right"
+        assert found["expert_exchange"] == "wrong: rows came back from other experts"
+        assert found["head_exchange"].startswith("wrong: off by ")
+        assert found["key_gather"].startswith("wrong: off by ")
         wrong = [call for call in tried["calls"] if call["kernel"] == "chunked" and not call["bits"]]
         assert {call["operator"] for call in wrong} == {"matmul_all_reduce"}
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.doctor.trial import LIMIT, outcomes, try_kernels
+from ascend_parallel.ops.key_gather import GATHER, choose_exchange, cut_heads
+from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.launch.devices import CPU
@@ -98,12 +101,58 @@ class Report:
         return {"healthy": self.healthy, "verdict": self.verdict, "findings": found, "tried": self.tried}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextRequest:
+    """Heads of attention that ranks would share: of queries, and of keys and values."""
+
+    queries: int
+    keys: int
+    ranks: int
+
+    def findings(self, settings: Settings) -> Iterator[Finding]:
+        """Yield whether the ranks can share the heads, how, and in how many groups with these settings."""
+        section, name = "context parallelism", f"{self.queries} heads, {self.keys} of keys"
+        if self.ranks == 1:
+            yield Finding(section, name, "one rank: nothing is exchanged")
+            return
+        if refusal := settings.arithmetic.forbids("weight gradients are summed over the ranks that share a sequence"):
+            yield Finding(section, name, f"refused: {refusal}", BAD, "COC_DETERMINISTIC=1")
+            return
+        try:
+            way, why = choose_exchange(self.queries, self.keys, self.ranks)
+        except ValueError as error:
+            yield Finding(section, name, f"refused on {self.ranks} ranks: {error}", BAD, "another number of ranks")
+            return
+        gathers = way == GATHER
+        how = "keys and values are gathered" if gathers else "heads are exchanged"
+        advice = "gradients of keys and values are sums over the ranks: their bits are not those of one rank"
+        yield Finding(section, name, f"{how}, because {why}", NOTE if gathers else GOOD, advice if gathers else "")
+        yield self._groups(section, way, settings)
+
+    def _groups(self, section: str, way: str, settings: Settings) -> Finding:
+        """Return in how many groups of heads the exchange would run."""
+        heads = cut_heads(self.queries, self.keys, self.ranks, way)
+        if heads == 1:
+            return Finding(section, "groups", "one head of keys is one group: nothing is hidden", NOTE, "fewer ranks")
+        if settings.tunes or settings.plan is not None:
+            how = "measured in the run" if settings.tunes else "as the plan says"
+            return Finding(section, "groups", f"{how}; at most {heads}")
+        operator = KEY_GATHER if way == GATHER else HEAD_EXCHANGE
+        problem = Problem(operator, heads, 1, 1, torch.float32, "cpu", self.ranks)
+        sizes = choose(problem, replace(settings, strict=False)).sizes
+        if len(sizes) > 1:
+            return Finding(section, "groups", f"{len(sizes)}, of heads {list(sizes)}")
+        advice = "export COC_PARALLEL_NUM=auto, which measures and chooses, or a number of groups"
+        return Finding(section, "groups", "1: nothing is hidden", NOTE, advice)
+
+
 def examine(
     control: PatchState,
     ranks: int = 0,
     say: Callable[[str], None] = lambda _: None,
     device: str = CPU,
     time_limit: float = LIMIT,
+    context: ContextRequest | None = None,
 ) -> Report:
     """Return all findings; with `ranks` of 2 or more, also try every kernel on that many local processes.
 
@@ -113,6 +162,8 @@ def examine(
         Called with the name of each step, for a progress line.
     device, time_limit
         The type of device on which the kernels are tried, and the seconds after which their processes are ended.
+    context
+        Heads that ranks would share: whether they can, and how.
     """
     findings: list[Finding] = []
     for step, check in (
@@ -123,6 +174,8 @@ def examine(
     ):
         say(step)
         findings += check()
+    if context is not None:
+        findings += context.findings(control.status().settings)
     tried = None
     if ranks:
         say(f"every kernel on {ranks} processes")

@@ -1,8 +1,8 @@
-"""Try every kernel, and the exchange of experts, on a few real ranks of this machine: errors and bits."""
+"""Try every kernel, and the exchanges around parts, on a few real ranks of this machine: errors and bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isnan
 from typing import Any
 
@@ -11,14 +11,27 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, pieces_of
 from ascend_parallel.ops.operators import with_fused_limits
 from ascend_parallel.ops.part_exchange import Rows
 from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, Problem, experts_problem
+from ascend_parallel.ops.problem import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXPERT_EXCHANGE,
+    HEAD_EXCHANGE,
+    KEY_GATHER,
+    OPERATORS,
+    PART_NAMES,
+    Problem,
+    experts_problem,
+)
 from ascend_parallel.ops.registry import FUSED, KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.overlap.context import Part, attend_pieces, run_attention
 from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.settings import Settings
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.launch.devices import CPU, device_of
 from ascend_parallel.tuning.launch.ranks import RankError, call_on_ranks
@@ -28,6 +41,8 @@ EXPERT_COLUMNS = 64
 CHUNKS = (2, 3, 8)
 DTYPES = (torch.float32, torch.bfloat16)
 EXPERTS = 4  # of a rank
+TOKENS = 8  # of one of a rank's two pieces of a sequence
+ATTENTION = {HEADS: HEAD_EXCHANGE, GATHER: KEY_GATHER}
 SERIAL, RIGHT = "reference", "right"
 ROUNDING = 1e-5  # share of the largest magnitude: rounding of fp32 sums of K R products, with a margin
 LIMIT = 120.0  # seconds
@@ -44,11 +59,12 @@ def try_kernels(ranks: int, device: str = CPU, time_limit: float = LIMIT) -> dic
 
 
 def outcomes(tried: Mapping[str, Any]) -> dict[str, str]:
-    """Return "right", what is wrong, or why it was not tried, for each kernel and the exchange of experts."""
+    """Return "right", what is wrong, or why it was not tried, for each kernel and exchange around parts."""
     if "error" in tried:
-        return dict.fromkeys((*KERNELS, EXPERT_EXCHANGE), f"wrong: {tried['error']}")
+        return dict.fromkeys((*KERNELS, *PART_NAMES), f"wrong: {tried['error']}")
     by_kernel = {name: [call for call in tried["calls"] if call["kernel"] == name] for name in KERNELS}
-    return {name: _outcome(calls) for name, calls in by_kernel.items()} | {EXPERT_EXCHANGE: tried["experts"]}
+    exchanges = {EXPERT_EXCHANGE: tried["experts"], **tried["attention"]}
+    return {name: _outcome(calls) for name, calls in by_kernel.items()} | exchanges
 
 
 def _outcome(calls: list[Call]) -> str:
@@ -76,7 +92,8 @@ def try_all(group: dist.ProcessGroup) -> dict[str, Any]:
     again
         Whether a second call returned the same bits.
 
-    experts: "right", or what is wrong with the exchange of experts. operand: rows of a rank, K and N.
+    experts: "right", or what is wrong with the exchange of experts. attention: the same of both exchanges of a sequence
+    that ranks share. operand: rows of a rank, K and N.
     """
     device = device_of(group)
     shape = ON_CPU if device == CPU else ON_DEVICE
@@ -84,11 +101,17 @@ def try_all(group: dist.ProcessGroup) -> dict[str, Any]:
     for dtype in DTYPES if device == CPU else (*DTYPES, torch.float16):
         for operator in OPERATORS:
             calls += _calls(problem_on(group, operator, *shape, dtype, device), group)
-    own = {"calls": calls, "experts": try_experts(group, device)}
+    attention = {operator: try_attention(group, way, device) for way, operator in ATTENTION.items()}
+    own = {"calls": calls, "experts": try_experts(group, device), "attention": attention}
     by_rank = exchange(group, "the trial of kernels", own, CollectiveError).values()
-    experts = max((tried["experts"] for tried in by_rank), key=lambda text: text != RIGHT)
+    experts = _worst(tried["experts"] for tried in by_rank)
+    attention = {operator: _worst(tried["attention"][operator] for tried in by_rank) for operator in attention}
     same = [_of_all_ranks(of_ranks) for of_ranks in zip(*(tried["calls"] for tried in by_rank), strict=True)]
-    return {"operand": list(shape), "calls": same, "experts": experts}
+    return {"operand": list(shape), "calls": same, "experts": experts, "attention": attention}
+
+
+def _worst(outcomes_by_rank: Iterable[str]) -> str:
+    return max(outcomes_by_rank, key=lambda text: text != RIGHT)
 
 
 def _calls(problem: Problem, group: dist.ProcessGroup) -> list[Call]:
@@ -142,6 +165,44 @@ def try_experts(group: dist.ProcessGroup, device: str) -> str:
     choice = choose(experts_problem(x, EXPERTS, group), OperatorSettings(num_chunks=2, mode=2))
     expert_exchange([x], counts, experts, [y], group, choice)
     return RIGHT if torch.equal(y, x * numbers[:, None].to(device)) else "wrong: rows came back from other experts"
+
+
+def try_attention(group: dist.ProcessGroup, way: str, device: str) -> str:
+    """Return "right" or what is wrong with the attention of a sequence that ranks share.
+
+    way: `HEADS` or `GATHER`. Outputs and gradients, in groups of heads, are compared with float64 attention of the
+    whole sequence.
+    """
+    ranks, own = group.size(), 2 * TOKENS
+    whole = [_tokens(seed, ranks * own, 2 * ranks) for seed in range(3)]
+    places = torch.arange(ranks * own).view(ranks, own)[group.rank()]
+    if way == GATHER:
+        places = torch.cat([torch.arange(ranks * own)[rows] for rows in pieces_of(group.rank(), ranks, own)])
+
+    def attention(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if isinstance(part, KeyGroup):
+            return attend_pieces(lambda _, *rows: _attend(*rows), part, q, k, v, causal=False)
+        return _attend(q, k, v)
+
+    truth = [x.double().requires_grad_() for x in whole]
+    expected = _attend(*truth)
+    q, k, v = (x[places].to(device).requires_grad_() for x in whole)
+    settings = Settings(num_chunks=2, mode=2)
+    made = run_attention(q, k, v, attention, group=group, settings=settings, exchange=way)
+    found = made, *torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
+    right = expected, *torch.autograd.grad(expected, truth, torch.ones_like(expected))
+    worst = max(relative_error(x, y[places]) for x, y in zip(found, right, strict=True))
+    return RIGHT if worst <= ROUNDING else f"wrong: off by {worst:.1e} of the largest value"
+
+
+def _tokens(seed: int, tokens: int, heads: int) -> torch.Tensor:
+    return torch.randn(tokens, 1, heads, EXPERT_COLUMNS // 4, generator=torch.Generator().manual_seed(seed))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute attention of [S, B, n, D] in plain products."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return (torch.softmax(q @ k.transpose(2, 3), -1) @ v).permute(2, 0, 1, 3)
 
 
 def problem_on(
