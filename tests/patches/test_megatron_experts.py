@@ -17,9 +17,11 @@ from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 from ascend_parallel.patches.megatron.built_classes import replaced_experts
 
-pytestmark = pytest.mark.skipif(
-    version_tuple(installed_version()) < (0, 12), reason="its exchange is covered from 0.12"
-)
+VERSION = version_tuple(installed_version())
+pytestmark = pytest.mark.skipif(VERSION < (0, 12), reason="its exchange is covered from 0.12")
+
+# A method of the dispatcher behind the experts; 0.12 has combine and unpermutation in one.
+BEHIND = "combine_postprocess" if VERSION >= (0, 13) else "token_unpermutation"
 
 SHARED = {"moe_shared_expert_intermediate_size": 80}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -168,6 +170,12 @@ def test_overlapped_reductions_of_data_parallel_gradients(group, distributed_opt
     assert overlapped == 4 * 2 * 2 * 2 * 3  # groups, passes, layers, micro-batches, steps
 
 
+def replace_behind(dispatcher):
+    """Put another function in place of a dispatcher's method behind the experts."""
+    own = getattr(dispatcher, BEHIND)
+    setattr(dispatcher, BEHIND, lambda *args: own(*args))
+
+
 def refusals(group):
     """Train with what is left to the original; return by case the reasons of coverage, and the exchanges."""
     found = {}
@@ -188,8 +196,7 @@ def refusals(group):
 
         def wrap(model):
             for layer in model.decoder.layers:
-                own = layer.mlp.token_dispatcher.token_dispatch
-                layer.mlp.token_dispatcher.token_dispatch = lambda *args, own=own: own(*args)
+                replace_behind(layer.mlp.token_dispatcher)
 
         run("a wrapped dispatcher", wrap)
 
@@ -226,7 +233,7 @@ def test_what_is_not_covered_runs_the_original(ranks):
         reasons = {name: reasons[0] for name, (reasons, _) in found.items()}
         assert "MoEAllGatherTokenDispatcher, not MoEAlltoAllTokenDispatcher" in reasons["allgather"]
         assert "a rank has one expert" in reasons["one expert"]
-        assert "MoEAlltoAllTokenDispatcher.token_dispatch is another package's" in reasons["a wrapped dispatcher"]
+        assert f"MoEAlltoAllTokenDispatcher.{BEHIND} is another package's" in reasons["a wrapped dispatcher"]
         assert "it is a class of its own" in reasons["a subclass"]
         assert reasons["compiled"] == "MoELayer: compiled: the original runs"
         assert "delay_wgrad_compute" in reasons["delayed weight gradients"]
@@ -247,7 +254,7 @@ def test_a_method_replaced_on_one_rank_sends_all_ranks_to_the_original(group, fi
             ascend_parallel.ops.COUNTS.clear()
             for step in range(2):
                 if chunks > 1 and group.rank() == 1 and step == first:
-                    dispatcher.combine_postprocess = lambda *args, own=dispatcher.combine_postprocess: own(*args)
+                    replace_behind(dispatcher)
                 loss = next_token_loss(model, tokens_of(step))
                 loss.backward()
                 losses.append(loss.item())
@@ -265,8 +272,7 @@ def split_experts(group):
         ascend_parallel.configure(**{"num_chunks": 4, "verify_every": 0, **settings})
         model = small_moe_gpt(moe_config(**SPLIT))
         if group.rank() == replaced:
-            dispatcher = model.decoder.layers[0].mlp.token_dispatcher
-            dispatcher.combine_postprocess = lambda *args, own=dispatcher.combine_postprocess: own(*args)
+            replace_behind(model.decoder.layers[0].mlp.token_dispatcher)
         ascend_parallel.ops.COUNTS.clear()
         loss = next_token_loss(model, tokens_of(0))
         loss.backward()
@@ -289,7 +295,7 @@ def split_experts(group):
 def test_ranks_that_split_experts_decide_together(ranks):
     for same, counts, report in ranks(4).run(split_experts):
         assert same == {"measured": True, "verified": True, "replaced on rank 3": True}
-        assert "decoder.layers.1.mlp" in report
+        assert "decoder.layers.1.mlp" in report or VERSION < (0, 13)  # not checked there
         assert counts["plain"] == 0
         assert counts["replaced on rank 3"] == 2  # the other layer, forward and backward
 
@@ -382,6 +388,7 @@ def verified(group, wrong):
             ascend_parallel.configure(num_chunks=1, verify_every=0)
 
 
+@pytest.mark.skipif(VERSION < (0, 13), reason="not checked in 0.12")
 def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(ranks):
     for report in ranks(2).run(verified, None):
         assert "decoder.layers.0.mlp" in report
