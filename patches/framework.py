@@ -197,7 +197,8 @@ class Framework(ABC):
         self.refuse_conflicts(layer)
         for check in self._tree_checks:
             check(layer, kind, weight, group)
-        self.confirm_plan(group, x.device)
+        if self.settings.plan is not None:
+            self.confirm_plan(group, x.device)
         if not self.used:
             self.used = True
             shape = self.shape_of(layer, kind, x, weight, **options)

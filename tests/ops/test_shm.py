@@ -214,7 +214,7 @@ def test_layers_of_too_few_or_too_many_ranks_run_without_it(ranks, count):
     [
         ({"dtype": torch.float64}, "shm: dtype torch.float64"),
         ({"ranks": 17}, "shm: 17 ranks, not 2 to 16"),
-        ({"device": "npu"}, "shm: device npu, not cpu"),
+        ({"device": "npu", "m": 65536}, "shm: device npu, not cpu"),  # rows enough to fill it in chunks
         ({"shm": "rank 1: cannot open the segment"}, "shm: rank 1: cannot open the segment"),
     ],
 )
