@@ -150,11 +150,11 @@ def attended(group, heads, exchange, groups, dtype):
 
 
 BITS = [
-    (2, (8, 4), "heads", 2, torch.float32, set()),
-    (2, (8, 8), "heads", 4, torch.bfloat16, set()),
-    (3, (6, 3), "heads", 1, torch.float32, set()),
-    (4, (8, 8), "heads", 2, torch.float32, set()),
-    (4, (6, 2), "gather", 2, torch.float32, {"k", "v"}),
+    (2, (8, 4), "heads", 2, torch.float32, ""),
+    (2, (8, 8), "heads", 4, torch.bfloat16, ""),
+    (3, (6, 3), "heads", 1, torch.float32, ""),
+    (4, (8, 8), "heads", 2, torch.float32, ""),
+    (4, (6, 2), "gather", 2, torch.float32, "kv"),
 ]
 
 
@@ -164,7 +164,7 @@ BITS = [
 def test_exchanged_heads_have_the_bits_of_one_card(ranks, count, heads, exchange, groups, dtype, summed):
     """With a gather the gradients of keys and values are sums over the ranks."""
     for different in ranks(count).run(attended, heads, exchange, groups, dtype):
-        assert different <= summed
+        assert different <= set(summed)
 
 
 def surrounded(group, exchange, recompute, order):
