@@ -163,13 +163,17 @@ class Vllm(Framework):
         """Return a context in which vLLM's own code runs, with its own all-reduces."""
         return self.trying(WHOLE)
 
-    def leaves_graphs(self, tokens: int) -> bool:
-        """Tell whether a step of a compiled model runs outside its graphs, where rows stay unfinished past a layer."""
+    def leaves_graphs(self, tokens: int, device: str) -> bool:
+        """Tell whether a step of a compiled model runs outside its graphs, where rows stay unfinished past a layer.
+
+        A step that is too small to be cut stays in them.
+        """
         if tokens < LEAST_TOKENS or is_captured():
             return False
-        if self.tried is not None:
-            return self.tried.eager
-        return isinstance(self.counts, MeasuredCounts) and self.counts.way(tokens).eager
+        way = self.tried
+        if way is None and isinstance(self.counts, MeasuredCounts):
+            way = self.counts.way(tokens)
+        return way is not None and way.eager and len(token_chunks(tokens, way.chunks, device, self.least_rows)) > 1
 
     def put_out_of_force(self) -> None:
         """Let a compiled model stay in its graphs."""

@@ -148,7 +148,7 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
 
     ways = [WHOLE, *CUT]
     if tuner is None and is_compiled(config) and vllm.leaves_rows:
-        vllm.hook = leave_graphs(model, vllm.leaves_graphs)
+        vllm.hook = leave_graphs(model, functools.partial(vllm.leaves_graphs, device=device.type))
         ways += EAGER if vllm.hook is not None else []
     vllm.counts = measured = measure(step, tokens, ways, group)
     if tuner is None:

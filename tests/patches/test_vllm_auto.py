@@ -22,6 +22,8 @@ from ascend_parallel.patches.vllm.auto import (
     tried_tokens,
 )
 from ascend_parallel.patches.vllm.chunks import token_chunks
+from ascend_parallel.patches.vllm.layers import Vllm
+from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 
 WAYS = [WHOLE, *CUT]
@@ -62,6 +64,15 @@ def test_a_number_of_tokens_takes_the_count_of_the_nearest():
     summed = Sum(768, 768, torch.float32)
     assert [found.count(tokens, summed) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
     assert [found.way(tokens).eager for tokens in (1024, 4096)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("device", "leaving"), [("cpu", [False, False, True, True]), ("npu", [False, False, False, True])]
+)
+def test_a_step_leaves_the_graphs_only_if_it_would_be_cut_there(device, leaving):
+    vllm = Vllm(Settings(num_chunks=4), "0.32.0")
+    vllm.counts = MeasuredCounts((TimedSteps(2048, {}, Way(4, eager=True)),), 0.0)
+    assert [vllm.leaves_graphs(tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
