@@ -12,7 +12,9 @@ import rank_sections
 from launch import forked_python
 from marks import promise
 from rank_sections import FAILING, fails, hangs
+from typer.testing import CliRunner
 
+from ascend_parallel.cli.app import app
 from ascend_parallel.cli.report.command import NAME, _run, complete, write
 from ascend_parallel.cli.report.page import markdown
 from ascend_parallel.cli.report.redaction import Redaction
@@ -206,6 +208,19 @@ def test_several_machines_are_refused(monkeypatch, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2 and "16 ranks, and 8 here" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_is_not_tried_by_every_rank_of_torchrun(monkeypatch, tmp_path):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    ended = CliRunner().invoke(app, ["report", "--out", str(tmp_path), "--", "torchrun", "train.py"])
+    assert ended.exit_code == 2 and "run report without torchrun, with --ranks" in ended.stderr
+
+
+def test_a_trial_of_kernels_that_failed_is_said_once():
+    found = {"findings": [{"name": "torch", "found": "2.13"}], "tried": {"error": "rank 1: no\ndevice"}, "seconds": 1.0}
+    page = markdown(made({"doctor": found}))
+    assert "No kernel was tried" in page and page.count("rank 1: no\ndevice") == 1
 
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

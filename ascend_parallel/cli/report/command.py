@@ -43,11 +43,12 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON too, for scripts.")] = False,
 ) -> None:
-    """Measure this machine in ten minutes at most, and write a report to paste into an issue: Markdown and JSON.
+    """Measure this machine in ten minutes, and write a report to paste into an issue: Markdown and JSON.
 
     What doctor finds, with every kernel against float64 and in bits; what bench measures of layers and collectives,
     beside the prediction; what try says of your own launch. The files have no paths, host names, user names or
-    addresses. Each section has a time limit; the report has the error of a section that fails.
+    addresses. Each section has a time limit; the report has the error of a section that fails. Your own launch takes up
+    to half an hour more.
 
     Examples:
 
@@ -84,6 +85,8 @@ def _request(ranks: int | None, device: str | None, quick: bool, launch: Sequenc
             f"torchrun has {started} ranks, and {here} here: report measures one machine, give torchrun one node"
         )
     torchrun = whole(started) or 1
+    if launch and torchrun > 1:
+        raise PlanningError("a launch behind -- starts its own ranks: run report without torchrun, with --ranks")
     count = ranks or (torchrun if torchrun > 1 else _devices())
     if count > MOST_RANKS:
         raise PlanningError(f"{count} ranks: report takes 2 to {MOST_RANKS}; give --ranks")

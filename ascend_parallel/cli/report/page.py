@@ -37,6 +37,7 @@ def _texts(section: Values) -> Iterator[str]:
 def _doctor(section: Values) -> Iterator[str]:
     yield from markdown_table(["", "found"], [[each["name"], each["found"]] for each in section["findings"]])
     if "error" in section["tried"]:
+        yield from ("", "**No kernel was tried**:", "", "```text", section["tried"]["error"], "```")
         return
     names, calls = ("operator", "dtype", "kernel", "chunks"), section["tried"]["calls"]
     rows = [

@@ -86,10 +86,12 @@ class Section:
 def doctor(request: Request, limit: float) -> dict[str, Any]:
     """Return what `doctor --group` finds of versions, devices and kernels, with each call of its trial."""
     found = examine(CONTROL, request.ranks, device=request.device, time_limit=limit).as_dict()
+    # A trial that failed has one error, which the findings of its kernels repeat.
+    examined = EXAMINED[:-1] if "error" in found["tried"] else EXAMINED
     kept = [
         finding
         for finding in found["findings"]
-        if finding["section"].startswith(EXAMINED) and finding["name"] != SHARED_MEMORY
+        if finding["section"].startswith(examined) and finding["name"] != SHARED_MEMORY
     ]
     return {"findings": kept, "tried": found["tried"]}
 
@@ -127,7 +129,8 @@ def try_launch(request: Request, limit: float) -> dict[str, Any]:
     try:
         result = try_overlap(request.launch, steps=STEPS, limit=limit / 3)
     except TrialError as error:  # the program's own output follows the first line
-        raise RuntimeError(str(error).partition("; its output ends:")[0]) from error
+        text = str(error).partition("; its output ends:")[0]
+        raise RuntimeError(text.replace(request.launch[0], "the launch", 1)) from error
     return {**result.as_dict(), "command": None, "lines": result.lines()}
 
 
