@@ -112,7 +112,8 @@ def bench(
 
     if moe is not None or context is not None:
         with errors("bench", LinkError):
-            parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device)
+            _refuse_for_parts("--context" if moe is None else "--moe", plot_file, deterministic, every, shared, context)
+            parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device, every_way=True)
             _bench_parts(parts, tp, rounds, link, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
@@ -165,9 +166,15 @@ def _parts_of(
     dtype: str,
     chunks: str,
     device: str | None,
+    *,
+    every_way: bool = False,
 ) -> _PartsRequest:
-    """Return what --moe or --context asks for; raises `PlanningError` for what is not allowed."""
+    """Return what --moe or --context asks for; raises `PlanningError` for what is not allowed.
+
+    every_way: as many groups as any exchange allows, not only the one that runs.
+    """
     from ascend_parallel.cli.bench_request import chunk_counts, requested_device
+    from ascend_parallel.ops.key_gather import EXCHANGES
     from ascend_parallel.tuning.bench.attention import AttentionCase
     from ascend_parallel.tuning.bench.experts import ExpertsCase
     from ascend_parallel.tuning.launch.devices import CPU
@@ -183,11 +190,25 @@ def _parts_of(
         case = AttentionCase.parse(context, dtype, tp)
     else:
         case = ExpertsCase.parse(moe or "", shared, dtype, tp)
-    return _PartsRequest(
-        module=type(case).__module__,
-        case=case,
-        groups=[count for count in chunk_counts(chunks) if count <= case.parts(tp)],
-    )
+    most = case.parts(tp)
+    if every_way and isinstance(case, AttentionCase):
+        most = max(case.parts(tp, exchange) for exchange in EXCHANGES)
+    groups = [count for count in chunk_counts(chunks) if count <= most]
+    return _PartsRequest(module=type(case).__module__, case=case, groups=groups)
+
+
+def _refuse_for_parts(
+    option: str, plot_file: Path | None, deterministic: str | None, every: bool, shared: int, context: str | None
+) -> None:
+    """Raise `PlanningError` for an option of `bench` that has no meaning beside --moe or --context."""
+    given = {
+        "--plot": plot_file is not None,
+        "--deterministic": deterministic is not None,
+        "--all": every,
+        "--shared": bool(shared) and context is not None,
+    }
+    if names := [name for name, there in given.items() if there]:
+        raise PlanningError(f"{option}: leave out {', '.join(names)}, which it does not know")
 
 
 def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, as_json: bool) -> None:

@@ -145,6 +145,8 @@ def test_tune_fills_the_cache(tmp_path):
         (("--context", "1022,8,8,64"), "with a multiple of 4 tokens"),
         (("--context", "1024,7,3,64"), "7 heads of queries, no multiple of 3 heads of keys"),
         (("--context", "1024,8,8,64", "--moe", "8,64,64,64"), "give one of --model, --shape, --moe and --context"),
+        (("--context", "1024,8,8,64", "--plot", "x.png", "--shared", "8"), "--context: leave out --plot, --shared"),
+        (("--moe", "8,64,64,64", "--deterministic", "tp"), "--moe: leave out --deterministic, which it does not know"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

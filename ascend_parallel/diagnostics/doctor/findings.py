@@ -133,7 +133,8 @@ class ContextRequest:
         """Return in how many groups of heads the exchange would run."""
         heads = cut_heads(self.queries, self.keys, self.ranks, way)
         if heads == 1:
-            return Finding(section, "groups", "one head of keys is one group: nothing is hidden", NOTE, "fewer ranks")
+            advice = "" if way == GATHER else "fewer ranks"
+            return Finding(section, "groups", "one head of keys is one group: nothing is hidden", NOTE, advice)
         if settings.tunes or settings.plan is not None:
             how = "measured in the run" if settings.tunes else "as the plan says"
             return Finding(section, "groups", f"{how}; at most {heads}")
