@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerShape
 from ascend_parallel.settings import ChunkPlan, Settings
@@ -122,7 +122,10 @@ def choices_ahead(
     if settings.fused or settings.tunes:
         return
     for operator in shape.operators:
+        problem = operator.problem
+        if problem.operator != ALL_REDUCE and problem.m % problem.ranks:
+            continue  # such rows will not come: those of the call that asks belong to another part of the model
         if operator.direction == FORWARD or backward:
-            chunks = Chunks.for_call(settings, shape, operator.direction, leaves_rows=leaves_rows)
-            with suppress(RuntimeError, ValueError):  # the call itself raises it
-                yield choose(operator.problem, chunks.settings), operator.layout
+            with suppress(RuntimeError, ValueError):  # the call itself raises it, if it comes
+                chunks = Chunks.for_call(settings, shape, operator.direction, leaves_rows=leaves_rows)
+                yield choose(problem, chunks.settings), operator.layout

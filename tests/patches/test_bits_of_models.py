@@ -18,8 +18,12 @@ from torch_parallel import step as torch_step
 
 import ascend_parallel
 from ascend_parallel.ops import Problem, bits, choose
+from ascend_parallel.overlap.chunks import choices_ahead
+from ascend_parallel.overlap.layer_shape import ROW, LayerShape
+from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
 
 FOUR = {"num_chunks": 4}
+EMPTY = Plan(this_machine(2, torch.device("cpu"), "gloo"))
 
 
 class Kept(logging.Handler):
@@ -102,6 +106,17 @@ def test_of_what_follows_counts_what_every_rank_names(ranks):
     for asked, rows in ranks(3).run(other_questions):
         assert asked == [4]
         assert rows == [96 * 3, 512 * 3, 1024 * 3]
+
+
+@pytest.mark.parametrize(
+    ("m", "settings", "calls"), [(1155, {}, 0), (1156, {}, 2), (1156, {"strict": True, "plan": EMPTY}, 0)]
+)
+def test_a_call_that_may_never_come_is_no_error(m, settings, calls):
+    """Rows of a vision tower that its ranks do not share are no rows of a layer that shares its own."""
+    problem = Problem("matmul_all_reduce", m, 64, 48, torch.float32, "cpu", 2)
+    shape = LayerShape.beside(problem, ROW, 64, 48, sequence_parallel=True)
+    settings = ascend_parallel.Settings(num_chunks=4, **settings)
+    assert len(list(choices_ahead(settings, shape, backward=True, leaves_rows=True))) == calls
 
 
 def llama(group, path):
