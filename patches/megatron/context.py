@@ -16,7 +16,6 @@ import copy
 import functools
 import importlib
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,8 @@ FIRST = (0, 13)
 COMM_TYPES = {"a2a": HEADS, "all_gather": GATHER}
 FORWARD = ("self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params")
 
-# The forwards that exchange heads around Megatron-core's.
-_EXCHANGING: WeakSet[Function] = WeakSet()
+# Where a core attention notes that its forward has exchanged heads or keys in this call.
+EXCHANGED = "_ascend_parallel_exchanged"
 
 
 def patch_set(megatron: Megatron) -> PatchSet:
@@ -83,14 +82,22 @@ def _init(original: Function) -> Function:
         self.config = config
         asked = kwargs.get("cp_comm_type")  # of this layer; a configuration may have a list of all
         self.exchange_of_context = _exchange_of(self, config.cp_comm_type if asked is None else asked)
-        self.register_forward_pre_hook(_refuse_without_exchange)
+        self.register_forward_pre_hook(_begin_call)
+        self.register_forward_hook(_refuse_without_exchange)
 
     return init
 
 
-def _refuse_without_exchange(attention: Any, _: Any) -> None:
-    """Raise an error if overlap has been switched off: Megatron-core's forward would read this rank's tokens alone."""
-    if not any(vars(kind).get("forward") in _EXCHANGING for kind in type(attention).__mro__):
+def _begin_call(attention: Any, _: Any) -> None:
+    vars(attention).pop(EXCHANGED, None)
+
+
+def _refuse_without_exchange(attention: Any, *_: Any) -> None:
+    """Raise an error if overlap has been switched off: Megatron-core's forward has read this rank's tokens alone.
+
+    Asked after the call, so that nobody's wrapper around our forward is taken for Megatron-core's.
+    """
+    if vars(attention).pop(EXCHANGED, None) is None:
         ranks = attention.config.context_parallel_size
         raise ValueError(
             f"context_parallel_size={ranks}: Megatron-core's own attention cannot share a sequence, and the overlap "
@@ -157,6 +164,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         if self.config.context_parallel_size == 1:
             own: torch.Tensor = original(self, query, key, value, attention_mask, *options)
             return own
+        vars(self)[EXCHANGED] = True
         group = _group_of(self)
         _refuse_call(self, query, attention_bias, packed_seq_params)
         shape = "none" if attention_mask is None else list(attention_mask.shape)
@@ -199,7 +207,6 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         o = exchanged_attention(self, (query, key, value), attention, group, megatron)
         return o.flatten(2)
 
-    _EXCHANGING.add(forward)
     return forward
 
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import inspect
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -316,7 +317,15 @@ def test_weight_gradients_of_replicas_are_those_of_one_rank_with_all_batches(ran
     assert max(ranks(4).run(with_replicas)) < 2e-5
 
 
-def switched_off(group, settings):
+def wrapper():
+    """Put a function on the forward of the attention's class that says nothing of what it calls."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    forward = DotProductAttention.forward
+    return mock.patch.object(DotProductAttention, "forward", lambda *args, **options: forward(*args, **options))
+
+
+def switched_off(group, settings, wrapped=False):
     """Return the error of a model that was built with overlap, and is called with other settings."""
     with megatron_on_cpu(schedules=True):
         ascend_parallel.configure(num_chunks=2)
@@ -325,7 +334,8 @@ def switched_off(group, settings):
             model = small_gpt(seq=LENGTH, context_parallel_size=2)
             batch = cut(batch_of(Case()))
             ascend_parallel.configure(**settings)
-            model(batch["tokens"], batch["position_ids"], None)
+            with wrapper() if wrapped else contextlib.nullcontext():
+                model(batch["tokens"], batch["position_ids"], None)
         except (ValueError, RuntimeError) as error:
             return str(error)
         finally:
@@ -338,6 +348,10 @@ def switched_off(group, settings):
 def test_a_model_that_shares_sequences_never_runs_without_the_exchange(ranks, settings):
     for error in ranks(2).run(switched_off, settings):
         assert "the overlap that this model was built with has been switched off" in error
+
+
+def test_a_wrapper_around_the_exchange_is_not_taken_for_megatrons_forward(ranks):
+    assert ranks(2).run(switched_off, {"num_chunks": 2}, True) == [None, None]
 
 
 def refusal(group, options, changes):
