@@ -177,8 +177,10 @@ class Vllm(Framework):
 
     def put_out_of_force(self) -> None:
         """Let a compiled model stay in its graphs."""
+        super().put_out_of_force()
         if self.hook is not None:
             self.hook.remove()
+            self.hook = None
 
     def chunks(self, tokens: int, device: str, summed: Sum) -> Sizes:
         """Return the rows of each chunk of a sum over ranks; a single one: the original runs."""
