@@ -170,6 +170,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, hidden_states, *args, **kwargs)
+        megatron.confirm(_all_ranks(self))()  # a plan of their own decides below whether the original runs
         group, chunks = megatron.prepare(self, "experts", hidden_states, None)
         if chunks.original or _measured_as_fast(self, megatron, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
