@@ -84,10 +84,9 @@ def matmul_reduce_scatter(
 ) -> Pending:
     """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N], or both in int8; pending [M / R, N].
 
-    Nothing is sent before `after` is done. `comm_mode`: "ai_cpu", "aiv", "ccu", or None for the operator's default.
+    HCCL runs the collectives of a group in order, so `after` needs no wait. `comm_mode`: "ai_cpu", "aiv", "ccu", or
+    None for the operator's default.
     """
-    if after is not None:
-        after.wait()
     left, right, scales = _int8_operands(x_m, w)
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
         left.contiguous(),  # positional: the schema names it `input`, the documentation also x1
