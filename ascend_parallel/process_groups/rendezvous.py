@@ -63,12 +63,13 @@ class Rendezvous:
         given_up
             ``given_up(missing, waited)`` is called about once a second; the wait ends if it returns True.
         """
-        keys = {rank: self._key(name, rank) for rank in self.ranks}
+        missing = list(self.ranks)
+        keys = {rank: self._key(name, rank) for rank in missing}
         begin, look = time.monotonic(), 0.0
-        while not self._store.check(list(keys.values())):
+        while not self._store.check([keys[rank] for rank in missing]):
             waited = time.monotonic() - begin
             if waited >= look:
-                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                missing = [rank for rank in missing if not self._store.check([keys[rank]])]
                 if missing and (waited >= limit or (given_up is not None and given_up(missing, waited))):
                     return missing
                 look = min(waited + LOOK, limit)
