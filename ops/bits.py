@@ -51,19 +51,15 @@ AHEAD: WeakSet[CallsAhead] = WeakSet()
 class Question(NamedTuple):
     """What decides which chunks of a matmul keep its bits; the same on every rank.
 
-    sizes, given, step
+    problem
+        Its shape, dtype, device and ranks alone: calls that differ in nothing else have the same bits.
+    kernel, sizes, given, step
         As in `Choice`.
     layout
         The memory layout of the right operand.
     """
 
-    operator: str
-    m: int
-    k: int
-    n: int
-    dtype: torch.dtype
-    device: str
-    ranks: int
+    problem: Problem
     kernel: str
     sizes: Sizes
     given: bool
@@ -74,13 +70,8 @@ class Question(NamedTuple):
     def of(cls, choice: Choice, layout: str) -> Question:
         """Return the question of a choice, for a right operand in a memory layout."""
         p = choice.problem
-        operator = (p.operator, p.m, p.k, p.n, p.dtype, p.device, p.ranks)
-        return cls(*operator, choice.kernel, choice.sizes, choice.given, choice.step, layout)
-
-    @property
-    def problem(self) -> Problem:
-        """The operator of one call."""
-        return Problem(self.operator, self.m, self.k, self.n, self.dtype, self.device, self.ranks)
+        problem = Problem(p.operator, p.m, p.k, p.n, p.dtype, p.device, p.ranks)
+        return cls(problem, choice.kernel, choice.sizes, choice.given, choice.step, layout)
 
     @property
     def layouts(self) -> Sequence[str]:

@@ -99,7 +99,7 @@ def other_questions(group):
     knows = Knows()
     with mock.patch.object(bits, "AHEAD", [knows]), agreements() as asked:
         ascend_parallel.ops.all_gather_matmul(x, w, three, num_chunks=4)
-    return asked, sorted(question.m for question in bits._PROBED[three])
+    return asked, sorted(question.problem.m for question in bits._PROBED[three])
 
 
 def test_of_what_follows_counts_what_every_rank_names(ranks):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hugging_face import load, write
+from hugging_face import load, model_of, write
 from marks import promise
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,19 +54,8 @@ class Case:
 
 
 def built(dtype=torch.float32):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(config).to(dtype).train()
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return model_of("Llama", **shape, vocab_size=VOCABULARY, use_cache=False).to(dtype).train()
 
 
 def batch_of(case, replica, number):
