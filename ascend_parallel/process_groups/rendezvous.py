@@ -46,7 +46,11 @@ class Rendezvous:
         self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self._topic, self._written = topic, _WRITTEN.setdefault(group, {}).setdefault(topic, [])
         self._store: Any = c10d._get_process_group_store(group)
-        self._number = self._store.add(store_key(topic, "number", self.rank), 0 if latest else 1)
+        count = store_key(topic, "number", self.rank)
+        if latest:  # reading leaves nothing behind
+            self._number = int(self._store.get(count)) if self._store.check([count]) else 0
+        else:
+            self._number = self._store.add(count, 1)
 
     def publish(self, name: str, text: str) -> None:
         """Publish this rank's text of a name."""

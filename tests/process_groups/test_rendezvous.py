@@ -38,6 +38,13 @@ def test_what_was_said_is_deleted_when_ranks_meet_again(group, talk):
     assert keys(group) == twice
 
 
+@on_ranks(2)
+def test_who_looks_at_the_latest_leaves_nothing_behind(group):
+    before = keys(group)
+    assert Rendezvous(group, "never met", latest=True).said("name", [0, 1]) == {}
+    assert keys(group) == before
+
+
 @on_ranks(3)
 def test_missing_ranks_are_returned_and_ranks_of_another_topic_are_never_met(group):
     if group.rank() == 1:
