@@ -20,6 +20,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from gpt_training import LLAMA, REGION
 from megatron_cpu import end_model_parallel, finalize_gradients, megatron_on_cpu, small_gpt
 
+VERSION = version_tuple(importlib.metadata.version("megatron-core"))
+pytestmark = pytest.mark.skipif(VERSION < (0, 13), reason="its local attention has no context parallelism before 0.13")
 LENGTH = 56  # 8 pieces on 4 ranks, and no multiple of 32
 
 
@@ -185,8 +187,7 @@ def beside_one_rank(group, case):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_gpt_whose_ranks_share_sequences_has_the_bits_of_one_rank(ranks, case):
-    version = version_tuple(importlib.metadata.version("megatron-core"))
-    if "window_size" in case.options and version < (0, 15):
+    if "window_size" in case.options and VERSION < (0, 15):
         pytest.skip("its own attention has no windows")
     for found in ranks(case.ranks).run(beside_one_rank, case):
         for groups, parts in found.items():
