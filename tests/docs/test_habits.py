@@ -1,5 +1,7 @@
 """What the pages for contributors and GitHub's files name is there: make's targets, tests, and links of all pages."""
 
+import ast
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -42,6 +44,35 @@ def test_every_link_of_every_page_leads_to_a_file_and_a_heading_that_is_there():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert seen > 200
     assert broken == []
+
+
+def names_of(path):
+    """The functions and classes that a file of Python defines, and the names that it stores to."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    defined = [node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return defined + [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+
+
+def test_the_names_that_pages_import_are_there():
+    """Of this package, and of files: beside a page of an example, in any example of another page."""
+    wrong, seen = [], 0
+    for page in pages():
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+            if not isinstance(node, ast.ImportFrom) or node.module.startswith(("torch", "megatron.")):
+                continue
+            seen += 1
+            if node.module.startswith("ascend_parallel"):
+                known = dir(importlib.import_module(node.module))
+            else:
+                of_example = ROOT / "examples" in page.parents
+                places = [page.parent] if of_example else (ROOT / "examples").glob("*/")
+                found = [path for place in places if (path := place / f"{node.module}.py").exists()]
+                known = names_of(found[0]) if found else []
+            names = [alias.name for alias in node.names]
+            wrong += [f"{page.relative_to(ROOT)}: {node.module}: {name}" for name in names if name not in known]
+    assert seen > 20
+    assert wrong == []
 
 
 def test_every_target_of_make_that_is_named_is_there():
