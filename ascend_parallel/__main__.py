@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import runpy
@@ -58,6 +59,23 @@ def _refuse(command: str, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def _refuse_missing(command: str, script: str, as_module: bool) -> None:
+    """End with 2 if a script is not there, or a module, which is looked for in the current folder first."""
+    if not as_module:
+        if not Path(script).is_file():
+            _refuse(command, f"no such file: {script!r}")
+        return
+    sys.path.insert(0, str(Path.cwd()))  # python -m sets this entry, a console script does not
+    try:
+        found = importlib.util.find_spec(script)
+    except ModuleNotFoundError as error:
+        if not script.startswith(f"{error.name}."):  # a package that is there imports what is not
+            raise
+        found = None
+    if found is None:
+        _refuse(command, f"no module named {script!r}")
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser of the arguments of `verify` whose errors are one line."""
 
@@ -72,13 +90,11 @@ def run(arguments: list[str]) -> None:
     script = arguments[1:2] if as_module else arguments[:1]
     if not script:
         _refuse("run", "give a script; --help shows how")
+    _refuse_missing("run", script[0], as_module)
     sys.argv = arguments[1:] if as_module else arguments
     if as_module:
-        sys.path.insert(0, str(Path.cwd()))  # python -m sets this entry, a console script does not
         runpy.run_module(script[0], run_name="__main__", alter_sys=True)
         return
-    if not Path(script[0]).is_file():
-        _refuse("run", f"no such file: {script[0]!r}")
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")
 
@@ -115,8 +131,7 @@ def verify(arguments: list[str]) -> None:
         parser.error(
             "nothing to verify: export COC_PARALLEL_NUM=4, for example, and give --every (COC_VERIFY) 1 or more"
         )
-    if not options.module and not Path(options.script[0]).is_file():
-        parser.error(f"no such file: {options.script[0]!r}")
+    _refuse_missing("verify", options.script[0], options.module)
     try:
         run(["-m", *options.script] if options.module else options.script)
     except SystemExit as end:

@@ -24,7 +24,7 @@ from ascend_parallel.cli.options import (
     ShapeOption,
     dtype_of,
 )
-from ascend_parallel.cli.output import console, errors, needs_folder
+from ascend_parallel.cli.output import console, errors, needs_file, refuse_unread
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
@@ -62,6 +62,7 @@ LinkOption = Annotated[
 
 
 def bench(
+    ctx: typer.Context,
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
@@ -112,18 +113,19 @@ def bench(
 
     if moe is not None or context is not None:
         with errors("bench", LinkError):
-            _refuse_for_parts("--context" if moe is None else "--moe", plot_file, deterministic, every, shared, context)
             parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device, every_way=True)
+            refuse_unread(ctx, parts.option)
             _bench_parts(parts, tp, rounds, link, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
     with errors("bench", LinkError):
         if plot_file is not None:
-            needs_folder("--plot", plot_file)
+            needs_file("--plot", plot_file)
         request = request_of(
             model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
         )
+        refuse_unread(ctx, "--shape" if shape else "--model")
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
         measured = request.measure(as_json, orders)
         rows = rows_of(request.names, measured["passes"])
@@ -139,11 +141,13 @@ def bench(
 class _PartsRequest:
     """An exchange around parts to time: experts, or heads of attention.
 
+    option  that asks for it
     module  the module of the package that times it, with `measure` and `tune`
     case    what is exchanged, a dataclass
     groups  the numbers of groups to try
     """
 
+    option: str
     module: str
     case: Any
     groups: list[int]
@@ -194,21 +198,7 @@ def _parts_of(
     if every_way and isinstance(case, AttentionCase):
         most = max(case.parts(tp, exchange) for exchange in EXCHANGES)
     groups = [count for count in chunk_counts(chunks) if count <= most]
-    return _PartsRequest(module=type(case).__module__, case=case, groups=groups)
-
-
-def _refuse_for_parts(
-    option: str, plot_file: Path | None, deterministic: str | None, every: bool, shared: int, context: str | None
-) -> None:
-    """Raise `PlanningError` for an option of `bench` that has no meaning beside --moe or --context."""
-    given = {
-        "--plot": plot_file is not None,
-        "--deterministic": deterministic is not None,
-        "--all": every,
-        "--shared": bool(shared) and context is not None,
-    }
-    if names := [name for name, there in given.items() if there]:
-        raise PlanningError(f"{option}: leave out {', '.join(names)}, which it does not know")
+    return _PartsRequest(option=option, module=type(case).__module__, case=case, groups=groups)
 
 
 def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, as_json: bool) -> None:
@@ -228,6 +218,7 @@ def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, a
 
 
 def tune(
+    ctx: typer.Context,
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
@@ -264,20 +255,23 @@ def tune(
     """
     from ascend_parallel.cli.bench_request import SECONDS_A_PASS, request_of
     from ascend_parallel.tuning.bench.results import rows_of, show
+    from ascend_parallel.tuning.launch.devices import CPU
     from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
 
     parts = None
     with errors("tune", LinkError):
         if moe is not None or context is not None:
             parts = _parts_of(moe, context, 0, model, shape, tp, dtype, chunks, device)
+            refuse_unread(ctx, parts.option, "rounds")
         else:
             request = request_of(
                 model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
             )
+            refuse_unread(ctx, "--shape" if shape else "--model")
         if out is None and link is not None:
             raise PlanningError("--link needs --out: the cache holds plans for this machine's own links")
-        if out is not None and out.exists():
-            load_plan(str(out), "--out")  # refuse to overwrite a file that is not a plan
+        if out is not None:
+            _check_plan(out, tp, CPU if parts is not None else request.device)
         if parts is not None:
             if not parts.groups:
                 most = parts.case.parts(tp)
@@ -300,6 +294,20 @@ def tune(
         typer.echo(f"{parts.case}: {_in_words(read_plan(measured['plan']).entries[0])}")
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
     typer.echo(f"{path}: {len(plan.entries)} passes, {won} overlapped, {len(plan.entries) - won} in one chunk")
+
+
+def _check_plan(file: Path, ranks: int, device: str) -> None:
+    """Refuse a file that is no plan, and a plan that was measured elsewhere: neither is overwritten."""
+    import torch
+
+    from ascend_parallel.tuning.launch.devices import BACKENDS
+    from ascend_parallel.tuning.measured.chunk_plan import differences, load_plan, this_machine
+
+    if file.exists():
+        here = replace(this_machine(ranks, torch.device(device), BACKENDS[device]), threads=1)  # as the ranks have
+        if found := differences(load_plan(str(file), "--out"), here):
+            raise PlanningError(f"--out {file}: a plan of another machine, {'; '.join(found)}: give another name")
+    needs_file("--out", file, made=True)
 
 
 def _in_words(entry: Entry) -> str:

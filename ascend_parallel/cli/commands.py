@@ -5,6 +5,7 @@ A command's module imports what its help needs, and no torch. Its function impor
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,9 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; wrong input ends with 2 and a line that names the command and the option."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # its encoding may lack letters, such as that of µs
+                stream.reconfigure(errors="replace")
         named |= zip(("args", "prog_name"), args, strict=False)
         words = list(named["args"]) if named.get("args") is not None else sys.argv[1:]
         standalone = named.pop("standalone_mode", True)

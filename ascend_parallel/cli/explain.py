@@ -21,7 +21,7 @@ from ascend_parallel.cli.options import (
     ShapeOption,
     dtype_of,
 )
-from ascend_parallel.cli.output import console, errors
+from ascend_parallel.cli.output import console, errors, refuse_unread
 from ascend_parallel.tuning.cost_model.tables import lookup
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ MODULES = {"megatron": "megatron.", "transformers": "transformers.", "torch": "t
 
 
 def explain(
+    ctx: typer.Context,
     model: ModelOption = None,
     shape: ShapeOption = None,
     layer: LayerOption = "both",
@@ -81,6 +82,7 @@ def explain(
             dtype=dtype_of(dtype or DEVICE_DTYPES[place]),
             device=place,
         )
+        refuse_unread(ctx, "--shape" if shape else "--model")
         settings = current_settings()
         found = [passed for linear in linears for passed in _passes(linear, chip, settings)]
         state = None if prefix is None else _state(str(framework).lower(), prefix)

@@ -17,6 +17,13 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 DEVICE_DTYPES = {"npu": "bfloat16", "cpu": "float32"}  # of layers, unless the user names another
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
 RAREST = 999_999_999  # settings.RAREST, whose module needs torch
+# Parameters of bench, tune and explain that a way to name the layers does not read.
+UNREAD_BY = {
+    "--model": ("layer", "shared"),
+    "--shape": ("seq", "micro_batch", "scale", "shared"),
+    "--moe": ("layer", "sequence_parallel", "seq", "micro_batch", "scale", "plot_file", "deterministic", "every"),
+}
+UNREAD_BY["--context"] = (*UNREAD_BY["--moe"], "shared")
 LAYERS = {"both": ("row", "column"), "row": ("row",), "column": ("column",)}
 TP, TP_HERE = 8, 2
 SEQUENCE = 4096  # of a model whose preset names none

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import os
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from typing import TypeVar
 import typer
 from rich.console import Console
 
+from ascend_parallel.cli.options import UNREAD_BY
 from ascend_parallel.tuning.launch.ranks import RankError
 
 Value = TypeVar("Value")
@@ -29,10 +31,49 @@ def progress_console(as_json: bool) -> Console:
     return Console(stderr=True, quiet=as_json)
 
 
-def needs_folder(option: str, file: Path) -> None:
-    """Raise `ValueError` if the folder of a file to write does not exist: before the work, not after it."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{option} {file}: there is no folder {file.absolute().parent}")
+def needs_file(option: str, file: Path, *, made: bool = False) -> None:
+    """Raise `ValueError` if a file cannot be written: before the work, not after it.
+
+    made: the command makes the folders that are missing.
+    """
+    parents = file.absolute().parents
+    folder = next(parent for parent in parents if parent.exists()) if made else parents[0]
+    if not folder.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {folder}")
+    if file.is_dir():
+        raise ValueError(f"{option} {file}: that is a folder; give a file")
+    _needs_right(option, file, file if file.exists() else folder)
+
+
+def needs_folder(option: str, folder: Path) -> None:
+    """Raise `ValueError` if files cannot be written to a folder, which may be missing in one that is there."""
+    if not folder.exists():
+        needs_file(option, folder)
+    elif not folder.is_dir():
+        raise ValueError(f"{option} {folder}: that is a file; give a folder")
+    else:
+        _needs_right(option, folder, folder)
+
+
+def _needs_right(option: str, named: Path, written: Path) -> None:
+    if not os.access(written, os.W_OK):
+        raise ValueError(f"{option} {named}: this user may not write to {written}")
+
+
+def refuse_given(ctx: typer.Context, option: str, names: Container[str], why: str) -> None:
+    """Raise `ValueError` for parameters of the command that were given, and have no meaning beside `option`."""
+    given = []
+    for param in ctx.command.params:
+        source = None if param.name not in names else ctx.get_parameter_source(str(param.name))
+        if source is not None and source.name == "COMMANDLINE":
+            given.append(param.opts[0])
+    if given:
+        raise ValueError(f"{option}: leave out {', '.join(given)}, {why}")
+
+
+def refuse_unread(ctx: typer.Context, option: str, *others: str) -> None:
+    """Raise `ValueError` for parameters that the layers of `option` do not read, by `UNREAD_BY`, and others."""
+    refuse_given(ctx, option, (*UNREAD_BY[option], *others), "which it does not know")
 
 
 def needed(option: str, value: Value | None, instead: str) -> Value:
@@ -48,6 +89,8 @@ def errors(command: str, *kinds: type[Exception]) -> Iterator[None]:
     caught: tuple[type[Exception], ...] = (ValueError, OSError, RankError, *kinds)
     try:
         yield
+    except BrokenPipeError:  # who reads the output has gone, as `head` does: the parser ends without a word
+        raise
     except caught as error:
         typer.echo(f"{command}: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, RankError) else 2) from error

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.options import MINDFORMERS
-from ascend_parallel.cli.output import errors, needed, needs_folder, needs_sharding, progress_console
+from ascend_parallel.cli.output import errors, needed, needs_file, needs_sharding, progress_console
 from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
@@ -176,6 +176,6 @@ def _check_file(file: Path) -> None:
     """Refuse a file that this command has not written, and a folder that there is not."""
     from ascend_parallel.training.degrees.report import HEADER
 
-    needs_folder("--out", file)
+    needs_file("--out", file)
     if file.exists() and not (file.is_file() and file.read_text(encoding="utf-8", errors="replace").startswith(HEADER)):
         raise ValueError(f"--out {file}: the file exists and was not written by plan-training; give another name")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ascend_parallel.cli.options import DTYPES, MINDFORMERS, MOST_RANKS, MOST_ROWS, TP, SequenceOption, dtype_of
-from ascend_parallel.cli.output import console, errors, needs_folder, progress_console
+from ascend_parallel.cli.output import console, errors, needs_file, progress_console, refuse_given
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
     Hardware,
@@ -205,7 +205,7 @@ def predict(
             sequence_parallel=sequence_parallel is not False,
         )
         if html is not None:
-            needs_folder("--html", html)
+            needs_file("--html", html)
         with progress_console(as_json).status("predicting"):
             described = run.model() if run and model is None and model_file is None else None
             result = _predicted(described or _model(model, model_file), work, html)
@@ -223,10 +223,7 @@ def _run(path: Path, ctx: typer.Context) -> MindFormersRun:
     """Return the run of a file; refuses options beside it that it gives too."""
     from ascend_parallel.tuning.cost_model.mindformers import read_mindformers
 
-    for name in GIVEN_BY_RUNS:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise PlanningError(f"--{name.replace('_', '-')} is not allowed with --mindformers, which gives it")
+    refuse_given(ctx, "--mindformers", GIVEN_BY_RUNS, "which the file gives")
     return read_mindformers(path)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ascend_parallel.cli.options import MINDFORMERS, MOST_RANKS
-from ascend_parallel.cli.output import errors, needs_folder, needs_sharding, progress_console
+from ascend_parallel.cli.options import MINDFORMERS, MOST_RANKS, MOST_ROWS
+from ascend_parallel.cli.output import errors, needs_file, needs_sharding, progress_console
 from ascend_parallel.text import nearest, shown, whole
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
@@ -57,7 +57,7 @@ def propagate(
         bool,
         typer.Option(help="Print a rank's instructions, with the bytes that each allocates and frees."),
     ] = False,
-    rank: Annotated[int, typer.Option(min=0, help="For --instructions: the rank.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, max=MOST_RANKS, help="For --instructions: the rank.")] = 0,
     brief: Annotated[bool, typer.Option(help="Print only the summary of the plan.")] = False,
     full: Annotated[
         bool, typer.Option(help="Show every repeated layer; with --advise all operators that a principle names.")
@@ -93,7 +93,7 @@ def propagate(
 
     with errors("propagate", ImportError, ArithmeticError), progress_console(as_json).status("tracing") as status:
         if html is not None:
-            needs_folder("--html", html)
+            needs_file("--html", html)
         names, sizes = _mesh(mesh)
         limit = None if memory_limit is None else bytes_of(memory_limit)
         if advice and (semi_auto or limit or config or instructions):
@@ -171,7 +171,12 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
     where, _, name = text.rpartition(":")
     if not where:
         raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
-    module = _import(where)
+    try:
+        module = _import(where)
+    except (ValueError, ImportError):  # they name the module
+        raise
+    except Exception as error:  # the user's own module
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where} has no {name!r}{nearest(name, functions)}".rstrip("."))
@@ -243,9 +248,12 @@ def strategy(
         int | None, typer.Option(min=1, max=MOST_RANKS, help="With --mindformers: ranks, if the file leaves them open.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Presets: sequences of a step; default: as plan-training.")
+        int | None,
+        typer.Option("--batch", min=1, max=MOST_ROWS, help="Presets: sequences of a step; default: as plan-training."),
     ] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Presets: sequence length; default: as plan-training.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROWS, help="Presets: sequence length; default: as plan-training.")
+    ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="Also print the layout of every operator.")] = False,
     full: Annotated[bool, typer.Option(help="With --operators: show every repeated layer.")] = False,
     schedule: Annotated[Path | None, typer.Option(help="Write the pipeline schedule as SVG.")] = None,
@@ -276,7 +284,7 @@ def strategy(
     with errors("strategy", ImportError, ArithmeticError), progress_console(as_json).status("planning"):
         for option, file in (("--schedule", schedule), ("--html", html)):
             if file is not None:
-                needs_folder(option, file)
+                needs_file(option, file)
         if (config is None) == (mindformers is None):
             given = f"; not both {config} and {mindformers}" if config else ""
             raise ValueError(f"give either --config, a strategy's TOML, or --mindformers, a YAML file{given}")

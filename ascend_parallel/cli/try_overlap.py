@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated
 
 import typer
@@ -38,6 +39,8 @@ def try_overlap(
     from ascend_parallel.text import shown, whole
 
     with errors("try"), progress_console(as_json).status("starting") as status:
+        if math.isnan(limit):  # passes the parser's bounds
+            raise ValueError(f"--limit {limit}: give seconds from 1 to {DAY}")
         if chunks != "auto":
             number = whole(chunks)
             if number is None:

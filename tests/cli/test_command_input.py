@@ -36,6 +36,12 @@ HUGE = "99999999999999999999"
         ("propagate", "nowhere:model", "--mesh", f"mp={HUGE}"),
         ("propagate", "nowhere:model", "--mesh", "mp=2", "--memory-limit", "1e999GB"),
         ("checkpoint", "show", "nowhere", "--step", "-1"),
+        ("bench", "--moe", f"8,{10**17},64,64"),
+        ("bench", "--context", f"{4 * 10**16},8,8,64"),
+        ("try", "true", "--limit", "nan"),
+        ("strategy", "llama2-7b", "--batch", HUGE),
+        ("strategy", "llama2-7b", "--seq", HUGE),
+        ("propagate", "nowhere:model", "--mesh", "mp=2", "--rank", HUGE),
         ("doctor", "--group", HUGE),
         ("verify", "--every", HUGE, "train.py"),
     ],
@@ -47,6 +53,25 @@ def test_numbers_out_of_bounds_end_with_2_and_name_the_option(words):
     said = " ".join(result.output.split())
     assert option in said or "the rate" in said
     assert len(said) < 1500
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("bench", "--shape", "64,64,64", "--seq", "128", "--scale", "2"), "--shape: leave out --seq, --scale"),
+        (("bench", "--shape", "64,64,64", "--shared", "8"), "--shape: leave out --shared"),
+        (("bench", "--model", "llama2-7b", "--layer", "row"), "--model: leave out --layer"),
+        (("bench", "--moe", "8,64,64,64", "--no-sequence-parallel"), "--moe: leave out --sequence-parallel"),
+        (("bench", "--context", "1024,8,8,64", "--micro-batch", "2"), "--context: leave out --micro-batch"),
+        (("tune", "--context", "1024,8,8,64", "--rounds", "3"), "--context: leave out --rounds"),
+        (("tune", "--shape", "64,64,64", "--seq", "128"), "--shape: leave out --seq"),
+        (("explain", "--shape", "64,64,64", "--micro-batch", "2"), "--shape: leave out --micro-batch"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(words, said):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert f"{words[0]}: {said}, which it does not know" in result.output
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every command, as the parser knows it: help, version, JSON, and errors of one line that name option and value."""
 
+import contextlib
 import json
 import os
 import re
@@ -208,12 +209,54 @@ def test_a_missing_file_or_folder_is_named(words, name, folder):
     refused(result, f"{words[0]}: ", missing.parent)
 
 
+WRITTEN = [case for case in [*FILES, (("tune",), "--out")] if case[1] in ("--out", "--html", "--plot", "--schedule")]
+
+
+@pytest.mark.parametrize(("words", "name"), WRITTEN, ids=ids)
+def test_what_cannot_be_written_is_refused_before_the_work(words, name, folder, monkeypatch):
+    """Work of minutes, whose result had no place."""
+    taken = folder / "taken"
+    taken.write_text("mine") if words == ("report",) else taken.mkdir()
+    call = call_of(words, folder, [name])
+    refused(invoke(*call, name, taken), f"{words[0]}: ", name, taken)
+    locked, allowed = folder / "locked", os.access
+    locked.mkdir()
+    denied = (str(locked), os.W_OK)
+    monkeypatch.setattr(os, "access", lambda path, mode: (str(path), mode) != denied and allowed(path, mode))
+    file = locked if words == ("report",) else locked / "file.svg"
+    refused(invoke(*call, name, file), f"{words[0]}: ", name, file, "may not write")
+
+
+def test_an_encoding_without_a_letter_is_no_error(folder):
+    """The clocks of a timeline are compared in µs."""
+    result = CliRunner(charset="ascii").invoke(app, ["timeline", str(folder / "spans"), "--no-png"])
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert "clock of rank 1" in result.stdout and " ?s" in result.stdout
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
+def test_a_reader_who_leaves_is_no_error(as_json, monkeypatch, capsys):
+    """As `| head` does: no word on stderr."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = os.fdopen(writer, "w")
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as ended:
+            app(["predict", "--list", *as_json])
+    with contextlib.suppress(BrokenPipeError):
+        output.close()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (("run",), ()),
         (("run", "missing.py"), ("run: ", "missing.py")),
+        (("run", "-m", "missing.train"), ("run: ", "no module named 'missing.train'")),
+        (("verify", "-m", "missing"), ("verify: ", "no module named 'missing'")),
         (("verify",), ()),
         (("verify", "missing.py"), ("verify: ", "missing.py")),
         (("verify", "--nonsense", "missing.py"), ("verify: ", "--nonsense")),

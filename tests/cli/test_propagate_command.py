@@ -42,14 +42,17 @@ def test_the_command_advises_and_draws(tmp_path):
     assert "</svg>" in page.read_text()
 
 
-def test_the_command_says_what_is_wrong(monkeypatch):
+def test_the_command_says_what_is_wrong(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    broken = tmp_path / "broken.py"
+    broken.write_text("def small(:\n")
     for arguments, message in (
         (("examples/sharding/llama.py:small", "--mesh", "mp"), "give names and sizes"),
         (("examples/sharding/llama.py:none", "--mesh", "mp=2"), "has no 'none'"),
         (("examples/sharding/llama.py:smal", "--mesh", "mp=2"), "has no 'smal'; did you mean small?"),
         (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
         (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
+        ((f"{broken}:small", "--mesh", "mp=2"), "broken.py raised SyntaxError: "),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train raised TypeError"),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "it cannot load weights"),
         (("examples/sharding/llama.py:small", "--mesh", "mp=2", "--html", "none/p.html"), "there is no folder"),

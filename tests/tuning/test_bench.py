@@ -5,9 +5,11 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import forked_python
@@ -21,7 +23,7 @@ from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.bench.results import interval, rows_of, show
 from ascend_parallel.tuning.bench.shapes import scaled
 from ascend_parallel.tuning.cost_model.models import all_models, find_model
-from ascend_parallel.tuning.measured.chunk_plan import load_plan
+from ascend_parallel.tuning.measured.chunk_plan import Plan, load_plan, this_machine
 
 TIME = st.floats(0.1, 10.0)
 FEW = ("--rounds", "3", "--chunks", "2,4")
@@ -95,8 +97,9 @@ def test_tune_writes_a_plan_that_a_run_takes(tmp_path):
 @pytest.mark.slow
 def test_tune_measures_exchanges_beside_what_a_plan_has(tmp_path):
     path = tmp_path / "plan.json"
-    for words in (("--moe", "8,96,32,16"), ("--context", "64,8,4,8"), ("--shape", "256,64,96", "--layer", "row")):
-        ended = command("tune", *words, "--out", str(path), *FEW)
+    linear = ("--shape", "256,64,96", "--layer", "row", "--rounds", "3")
+    for words in (("--moe", "8,96,32,16"), ("--context", "64,8,4,8"), linear):
+        ended = command("tune", *words, "--out", str(path), "--chunks", "2,4")
         assert ended.returncode == 0, ended.stderr
     experts, heads, *layers = load_plan(str(path)).entries
     assert (heads.run, heads.operator, heads.m, heads.k, heads.n) == ("forward", "head_exchange", 2, 64, 8 * 16)
@@ -114,7 +117,8 @@ def test_bench_of_shared_attention_beside_the_whole_exchange():
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     names = [variant["name"] for variant in found["variants"]]
-    gathers = [f"gather, {count} group{'s' if count > 1 else ''}" for count in (1, 2, 4)]  # heads: two of four are a rank's
+    # Two of four heads of keys are a rank's: no more groups are exchanged.
+    gathers = [f"gather, {count} group{'s' if count > 1 else ''}" for count in (1, 2, 4)]
     assert names == ["serial", "heads, 1 group", "heads, 2 groups", *gathers, "auto"]
     assert found["auto"] in ("heads, 1 group", "heads, 2 groups")
     assert found["case"] == {"tokens": 64, "heads": 8, "key_heads": 4, "width": 8, "dtype": "float32"}
@@ -163,6 +167,16 @@ def test_tune_overwrites_no_strangers_file(tmp_path):
     assert ended.exit_code == 2
     assert "is no plan" in ended.stderr
     assert path.read_text() == '{"title": "mine"}'
+
+
+def test_tune_overwrites_no_plan_of_another_machine(tmp_path):
+    path = tmp_path / "plan.json"
+    Plan(replace(this_machine(3, torch.device("cpu"), "gloo"), threads=1)).save(path)
+    before = path.read_text()
+    ended = CliRunner().invoke(app, ["tune", "--shape", "64,16,16", "--out", str(path), *FEW])
+    assert ended.exit_code == 2
+    assert "a plan of another machine, ranks is 2 here and was 3: give another name" in ended.stderr
+    assert path.read_text() == before
 
 
 def found(times, **parts):

@@ -28,8 +28,9 @@ from ascend_parallel.overlap.context import (
     run_attention,
 )
 from ascend_parallel.settings import Settings
-from ascend_parallel.text import whole
+from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
+from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.part_groups import PartGroups
@@ -57,17 +58,17 @@ class AttentionCase:
     def parse(cls, text: str, dtype: str, ranks: int) -> AttentionCase:
         """Read ``TOKENS,HEADS,KEYS,WIDTH``; raises `PlanningError` for another text, or heads that cannot be shared."""
         sizes = [whole(part) or 0 for part in text.split(",")]
-        if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % (2 * ranks):
+        if len(sizes) != 4 or not all(0 < size <= MOST for size in sizes) or sizes[0] % (2 * ranks):
             raise PlanningError(
-                f"--context {text!r} is not allowed: give TOKENS,HEADS,KEYS,WIDTH, with a multiple of {2 * ranks} "
-                f"tokens, such as {2048 * ranks},8,8,64"
+                f"--context {shown(text)} is not allowed: give TOKENS,HEADS,KEYS,WIDTH, with a multiple of {2 * ranks} "
+                f"tokens, such as {2048 * ranks},8,8,64, each up to {MOST}"
             )
         tokens, heads, key_heads, width = sizes
         case = cls(tokens=tokens, heads=heads, key_heads=key_heads, width=width, dtype=dtype)
         try:
             case.exchange(ranks)
         except ValueError as error:
-            raise PlanningError(f"--context {text!r} is not allowed: {error}") from error
+            raise PlanningError(f"--context {shown(text)} is not allowed: {error}") from error
         return case
 
     def exchange(self, ranks: int) -> str:

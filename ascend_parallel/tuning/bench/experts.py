@@ -24,8 +24,9 @@ from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
-from ascend_parallel.text import whole
+from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
+from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.part_groups import PartGroups
@@ -59,10 +60,10 @@ class ExpertsCase:
     def parse(cls, text: str, shared: int, dtype: str, ranks: int) -> ExpertsCase:
         """Read ``EXPERTS,ROWS,HIDDEN,INNER``; raises `PlanningError` for another text."""
         sizes = [whole(part) or 0 for part in text.split(",")]
-        if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % ranks or sizes[0] // ranks < 2:
+        if len(sizes) != 4 or not all(0 < size <= MOST for size in sizes) or sizes[0] % ranks or sizes[0] // ranks < 2:
             raise PlanningError(
-                f"--moe {text!r} is not allowed: give EXPERTS,ROWS,HIDDEN,INNER, with two experts or more on each of "
-                f"the {ranks} ranks, such as {4 * ranks},2048,1024,512"
+                f"--moe {shown(text)} is not allowed: give EXPERTS,ROWS,HIDDEN,INNER, with two experts or more on "
+                f"each of the {ranks} ranks, such as {4 * ranks},2048,1024,512, each up to {MOST}"
             )
         experts, rows, hidden, inner = sizes
         return cls(experts=experts, rows=rows, hidden=hidden, inner=inner, shared=shared, dtype=dtype)
