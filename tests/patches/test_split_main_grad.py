@@ -7,11 +7,21 @@ from layers import Layers
 from pool import on_ranks
 
 import ascend_parallel
+from ascend_parallel.patches.base import in_range
+from ascend_parallel.patches.megatron import installed_version
 
+KNOWS_FSDP = in_range(installed_version(), ">=0.14,<1")
 SHAPE = (128, 2, 512)  # rows of the whole sequence, batch, this rank's inputs
 
 
-@pytest.mark.parametrize("owner", ["nobody", "DDP", "FSDP"])
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "nobody",
+        "DDP",
+        pytest.param("FSDP", marks=pytest.mark.skipif(not KNOWS_FSDP, reason="known to layers since 0.14")),
+    ],
+)
 @on_ranks(2)
 def test_main_grad(group, owner):
     """Return whether the gradient was added to main_grad, the flag, and the largest relative error."""
