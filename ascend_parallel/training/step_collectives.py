@@ -158,8 +158,8 @@ class _Counting:
         else:
             yield from self._bucket_sums(self._rank_plan.summed)
             # What earlier backwards have left is summed apart if every rank of a dimension has the full gradient.
-            for each in self._held if self._strategy.backwards > 1 else ():
-                yield from self._sum([each], each.dims if each.whole else ())
+            left = self._held if self._strategy.backwards > 1 else ()
+            yield from self._bucket_sums(sorted((each for each in left if each.whole), key=lambda each: each.name))
         if self._scatters and self._dim is not None:  # which gradients there are: two flags for each
             yield self._one(ALL_REDUCE, self._dim, 2 * len(self._replicated))
         if self._strategy.max_norm is not None or self._strategy.amp.dtype == "float16":
