@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base import ConflictError, Function
-from ascend_parallel.patches.compiled import at_tracing, within_graphs
+from ascend_parallel.patches.compiled import at_tracing, skip_frame, within_graphs
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.settings import Settings
@@ -109,6 +109,7 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
         y: torch.Tensor = original(self, input)
         return y
 
+    skip_frame(noted)
     forward: Function = functools.wraps(original)(within_graphs(run, run if deepspeed.settings.insists else noted))
     vars(forward)["ascend_parallel"] = deepspeed
     return forward
