@@ -114,7 +114,8 @@ def test_bench_of_shared_attention_beside_the_whole_exchange():
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     names = [variant["name"] for variant in found["variants"]]
-    gathers = [f"gather, {count} group{'s' if count > 1 else ''}" for count in (1, 2, 4)]  # heads: two of four are a rank's
+    # Two of four heads are a rank's.
+    gathers = [f"gather, {count} group{'s' if count > 1 else ''}" for count in (1, 2, 4)]
     assert names == ["serial", "heads, 1 group", "heads, 2 groups", *gathers, "auto"]
     assert found["auto"] in ("heads, 1 group", "heads, 2 groups")
     assert found["case"] == {"tokens": 64, "heads": 8, "key_heads": 4, "width": 8, "dtype": "float32"}
