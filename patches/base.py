@@ -89,8 +89,11 @@ class Patch:
         return getattr(sys.modules[self.module], self.owner, None)
 
     def gave_way(self, method: object) -> bool:
-        """Tell whether a method is that of `gives_way_to`."""
-        return str(getattr(method, "__module__", "")).partition(".")[0] == self.gives_way_to
+        """Tell whether a method is that of `gives_way_to`, or a wrapper of its own around the replacement."""
+        names = getattr(
+            method, "__globals__", {"__name__": getattr(method, "__module__", "")}
+        )  # wraps() copies the latter
+        return str(names.get("__name__", "")).partition(".")[0] == self.gives_way_to
 
     def check(self) -> None:
         """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""

@@ -6,6 +6,7 @@ another behind it (a graph break); it never looks into this package. docs/compil
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,18 @@ COMPILED_AWAY = "compiled: the original runs"
 COMPILED_FROM, DISABLED = "_torchdynamo_orig_callable", "_torchdynamo_disable"
 # What torch.compile calls for each function that runs between graphs; None: nothing is compiled.
 _GRAPH_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+class Compiled(enum.Enum):
+    """How torch.compile compiles a layer, as far as the modules around it, and layers of its class, tell.
+
+    Its tracing does not tell: torch.compile traces one of several blocks that are alike, and runs all of them by that.
+    """
+
+    NOT = "no module that has it is compiled"
+    BY_FUNCTION = "nor is one, but a compiled function has called another layer of its class"
+    IN_GRAPHS = "a module that has it is compiled, in graphs that may break"
+    IN_ONE_GRAPH = "a module that has it is compiled, in a graph that must not break"
 
 
 def at_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +78,11 @@ def between_graphs(run: Function, traced: Function, always: Callable[..., bool] 
     return call
 
 
+def within_graphs(run: Function, traced: Function) -> Function:
+    """Return a function that is `run`, and `traced` in what torch.compile compiles, in the pieces of that alone."""
+    return between_graphs(run, traced, lambda *_: True)
+
+
 def outside_graphs(run: Function) -> Function:
     """Return a function that is ``run``, into which torch.compile never looks; a graph gets finished results of it."""
 
@@ -106,21 +124,40 @@ def skip_frame(function: Any) -> None:
 
 def runs_compiled(module: torch.nn.Module) -> bool:
     """Tell whether torch.compile made the call, the forward or another method of a module."""
+    return bool(_compiled_methods(module))
+
+
+def _compiled_methods(module: torch.nn.Module) -> list[Any]:
+    """Return what torch.compile made of the call, the forward or other methods of a module."""
     methods = (*vars(module).values(), *vars(type(module)).values())
-    made = (each for each in methods if hasattr(each, COMPILED_FROM))
-    return module._compiled_call_impl is not None or not all(hasattr(each, DISABLED) for each in made)
+    return [each for each in methods if hasattr(each, COMPILED_FROM) and not hasattr(each, DISABLED)]
 
 
-def compiled_modules(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the modules that torch.compile compiles as parts of `model`, or by themselves."""
-    found: set[int] = set()
-    _add_compiled(model, False, found)
+def _in_one_graph(compiled: Any) -> bool:
+    """Tell whether what torch.compile made has to be one graph (``fullgraph=True``); an older torch does not tell."""
+    code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None) or ()
+    held = {} if code is None else dict(zip(code.co_freevars, cells, strict=True))
+    context = held["self"].cell_contents if "self" in held else None
+    return any(getattr(context, name, None) for name in ("fullgraph", "error_on_graph_break"))
+
+
+def compiled_modules(model: torch.nn.Module) -> dict[int, Compiled]:
+    """Return how torch.compile compiles modules as parts of `model`, or by themselves, by their ids."""
+    found: dict[int, Compiled] = {}
+    _add_compiled(model, Compiled.NOT, found)
     return found
 
 
-def _add_compiled(module: torch.nn.Module, inside: bool, found: set[int]) -> None:
-    inside = (inside or runs_compiled(module)) and not hasattr(module.forward, DISABLED)
-    if inside:
-        found.add(id(module))
+def _add_compiled(module: torch.nn.Module, around: Compiled, found: dict[int, Compiled]) -> None:
+    """Add a module and those inside; `around`: of the module that has it."""
+    how, methods = around, _compiled_methods(module)
+    if any(map(_in_one_graph, methods)):
+        how = Compiled.IN_ONE_GRAPH
+    elif methods and around is Compiled.NOT:
+        how = Compiled.IN_GRAPHS
+    if hasattr(module.forward, DISABLED):
+        how = Compiled.NOT
+    if how is not Compiled.NOT:
+        found[id(module)] = how
     for child in module.children():
-        _add_compiled(child, inside, found)
+        _add_compiled(child, how, found)

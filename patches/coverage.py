@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base_forward import calls_forward_of
-from ascend_parallel.patches.compiled import COMPILED_AWAY, compiled_modules
+from ascend_parallel.patches.compiled import COMPILED_AWAY, Compiled, compiled_modules
 from ascend_parallel.settings import Settings, current_settings
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
@@ -125,7 +125,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
         for module in experts
     ]
     named = [reason and f"{type(module).__name__}: {reason}" for module, reason in zip(experts, uncovered, strict=True)]
-    counted = _counted([_uncovered(module, id(module) in compiled) for module in linear])
+    counted = _counted(_uncovered_of(linear, compiled))
     attention = Counter(_in_words(ATTENTION[module]) for module in model.modules() if module in ATTENTION)
     return Coverage(
         **vars(counted),
@@ -192,11 +192,22 @@ def _is_patched(kind: type) -> bool:
     return hasattr(getattr(vars(kind).get("forward"), "ascend_parallel", None), "uncovered")
 
 
-def _uncovered(module: Any, compiled: bool) -> str | None:
-    """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason.
+def _uncovered_of(linear: Sequence[torch.nn.Module], compiled: Mapping[int, Compiled]) -> list[str | None]:
+    """Return why each linear layer of a model is not overlapped, or None; `compiled`: as of `compiled_modules`."""
+    reasons = [_uncovered(module, compiled.get(id(module), Compiled.NOT)) for module in linear]
+    by_functions = {
+        type(module)
+        for module, reason in zip(linear, reasons, strict=True)
+        if id(module) not in compiled and reason is not None and reason.endswith(COMPILED_AWAY)
+    }
+    for index, module in enumerate(linear):
+        if reasons[index] is None and id(module) not in compiled and type(module) in by_functions:
+            reasons[index] = _uncovered(module, Compiled.BY_FUNCTION)
+    return reasons
 
-    compiled: torch.compile compiles it, or a module that has it.
-    """
+
+def _uncovered(module: Any, compiled: Compiled) -> str | None:
+    """Return why a linear layer is not overlapped, or None. What patched its forward knows the reason."""
     forward = _forward(module)
     if hasattr(forward, "ascend_parallel"):
         return _reason(module, forward, compiled)
@@ -213,7 +224,7 @@ def _uncovered(module: Any, compiled: bool) -> str | None:
     return f"{name} {type(module).__name__}: not a tensor-parallel layer of a patched framework{off}"
 
 
-def _reason(module: Any, forward: Any, compiled: bool) -> str | None:
+def _reason(module: Any, forward: Any, compiled: Compiled) -> str | None:
     """Return why a layer whose patched forward is called is not overlapped, or None."""
     patched, by = forward.ascend_parallel, getattr(forward, "uncovered", None)
     reason = patched.uncovered(module) if by is None else by(module, patched)

@@ -25,7 +25,7 @@ from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
-from ascend_parallel.patches.compiled import at_tracing
+from ascend_parallel.patches.compiled import Compiled, at_tracing
 from ascend_parallel.patches.dtensor_norm import install_norms, refuse_loss_parallel, remove_norms
 from ascend_parallel.patches.dtensor_sums import install_refusals, remove_refusals
 from ascend_parallel.patches.framework import ONE_RANK, Framework, models_with
@@ -82,7 +82,10 @@ def framework_of_call(in_force: InForce, module: Any, note: Callable[[], None]) 
     `compiled_note`; but for one that would communicate nothing.
     """
     framework = in_force.framework
-    if framework is None or not torch.compiler.is_compiling():
+    if framework is None:
+        return None
+    if not torch.compiler.is_compiling():
+        framework.uncompiled.add(module)
         return framework
     if vars(module)[INSTALLED].communicates_nothing():
         return None
@@ -113,6 +116,7 @@ class InstalledLayers(Framework):
         super().__init__(settings)
         self._title, self._version, self._in_force = title, version, in_force
         self._without_dropout: WeakSet[Any] = WeakSet()
+        self.uncompiled: WeakSet[Any] = WeakSet()  # modules whose forward has run outside of graphs
         self._loss_checks = settings.arithmetic.tree_needs(refuse_loss_parallel)
 
     def put_in_force(self) -> None:
@@ -156,6 +160,12 @@ class InstalledLayers(Framework):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the framework's own forward of `layer` must run, or None."""
         return installed_on(layer).uncovered(layer)
+
+    def compiled_away(self, layer: Any, how: Compiled, *, original: bool | None = None) -> bool:
+        """Tell whether the original of `layer` is compiled, as `Framework.compiled_away` does."""
+        if how is Compiled.BY_FUNCTION and layer not in self.uncompiled:
+            return True
+        return super().compiled_away(layer, how, original=original)
 
     def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
         """Return the shape that a call of `layer` will have beside `problem`, or None.
@@ -259,10 +269,10 @@ class Installed:
         """Return the reason why the module is not overlapped on this rank, or None."""
         return self.left_alone(module) or self.replaced(module)
 
-    def compiled_away(self, module: Any, inside: bool) -> bool:
+    def compiled_away(self, module: Any, how: Compiled) -> bool:
         """Tell whether the original of the module is compiled, as `Framework.compiled_away` does."""
         framework = self.in_force.framework
-        return framework is not None and framework.compiled_away(module, inside and not self.between_graphs)
+        return framework is not None and framework.compiled_away(module, how, original=not self.between_graphs)
 
     def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, the same on all ranks, or None."""

@@ -26,7 +26,7 @@ from ascend_parallel.overlap.chunks import Chunks, choices_ahead
 from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
-from ascend_parallel.patches.compiled import COMPILED_AWAY
+from ascend_parallel.patches.compiled import COMPILED_AWAY, Compiled
 from ascend_parallel.patches.coverage import announce, running_model
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.patches.tuned import refusal_of_plan, tuner_of
@@ -328,9 +328,14 @@ class Framework(ABC):
             f"{name} runs without overlap: {COMPILED_AWAY}", here=not dist.is_initialized() or dist.get_rank() == 0
         )
 
-    def compiled_away(self, layer: Any, inside: bool) -> bool:
-        """Tell whether the original of `layer` is compiled; inside: torch.compile compiles a module that has it."""
-        return layer in self._compiled or (self.compiles_original and inside)
+    def compiled_away(self, layer: Any, how: Compiled, *, original: bool | None = None) -> bool:
+        """Tell whether the original of `layer` is compiled.
+
+        original: whether a graph that may break has the original of this layer; None: as the settings say.
+        """
+        if layer in self._compiled or how is Compiled.IN_ONE_GRAPH:
+            return True
+        return how is Compiled.IN_GRAPHS and (self.compiles_original if original is None else original)
 
     def note(self, text: str) -> None:
         """Log a text once, on rank 0."""

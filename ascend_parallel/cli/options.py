@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DEVICE_DTYPES = {"npu": "bfloat16", "cpu": "float32"}  # of layers, unless the user names another
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
-RAREST = 999_999_999  # settings.RAREST, whose module needs torch
+RAREST, MOST_GROUPS = 999_999_999, 64  # settings.RAREST and MAX_CHUNKS, whose module needs torch
 # Parameters of bench, tune and explain that a way to name the layers does not read.
 UNREAD_BY = {
     "--model": ("layer", "shared"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.options import MINDFORMERS
+from ascend_parallel.cli.options import MINDFORMERS, MOST_GROUPS
 from ascend_parallel.cli.output import errors, needed, needs_file, needs_sharding, progress_console
 from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
@@ -63,7 +63,7 @@ def plan_training(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_ROWS,
+            max=MOST_GROUPS,
             help="In how many groups of heads, each sent under the attention of another; default: the least time.",
         ),
     ] = None,

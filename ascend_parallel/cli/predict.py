@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ascend_parallel.cli.options import DTYPES, MINDFORMERS, MOST_RANKS, MOST_ROWS, TP, SequenceOption, dtype_of
+from ascend_parallel.cli.options import (
+    DTYPES,
+    MINDFORMERS,
+    MOST_GROUPS,
+    MOST_RANKS,
+    MOST_ROWS,
+    TP,
+    SequenceOption,
+    dtype_of,
+)
 from ascend_parallel.cli.output import console, errors, needs_file, progress_console, refuse_given
 from ascend_parallel.tuning.cost_model.hardware import (
     DEFAULT_HARDWARE,
@@ -93,7 +102,7 @@ ContextExchange = Annotated[
 ]
 ContextGroups = Annotated[
     int,
-    typer.Option(min=1, max=MOST_ROWS, help="Groups of heads of an exchange or gather; 1: nothing of it is hidden."),
+    typer.Option(min=1, max=MOST_GROUPS, help="Groups of heads of an exchange or gather; 1: nothing of it is hidden."),
 ]
 ExpertRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the experts of each layer.")]
 ExpertTensorRanks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share each expert's width.")]

@@ -2,7 +2,8 @@
 
 They are read off what a rank runs: its compiled instructions, the buckets of its gradients, the optimizer's. A
 collective that is overlapped with a matmul counts as one, whatever its chunks. Left out are the comparisons of ranks
-before the first step, and the sends between the stages of a pipeline, which `explain` tells apart.
+before the first step, the sends between the stages of a pipeline, which `explain` tells apart, and the numbers of rows
+that ranks tell each other before experts exchange these.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ class _Counting:
         else:
             yield from self._bucket_sums(self._rank_plan.summed)
             # What earlier backwards have left is summed apart if every rank of a dimension has the full gradient.
-            for each in self._held if self._strategy.backwards > 1 else ():
-                yield from self._sum([each], each.dims if each.whole else ())
+            left = self._held if self._strategy.backwards > 1 else ()
+            yield from self._bucket_sums(sorted((each for each in left if each.whole), key=lambda each: each.name))
         if self._scatters and self._dim is not None:  # which gradients there are: two flags for each
             yield self._one(ALL_REDUCE, self._dim, 2 * len(self._replicated))
         if self._strategy.max_norm is not None or self._strategy.amp.dtype == "float16":
@@ -179,14 +180,14 @@ class _Counting:
                     yield from self._of_program(instruction.body, again=True, kept=instruction.keep_collectives)
                 case Redistribute() if kept and instruction.keep:
                     pass
-                case Run() | RunKernel() if kept:
+                case RunKernel() if kept:
                     pass
                 case Redistribute():
                     yield from self._redistributed(program, instruction, [instruction.redistribution], again)
                 case Start():
                     yield from self._redistributed(program, instruction, instruction.redistributions, again)
                 case Run():
-                    yield from self._inside(instruction, again)
+                    yield from self._inside(instruction, again, kept)
                 case RunKernel():
                     yield from self._kernel(instruction, again)
 
@@ -202,13 +203,15 @@ class _Counting:
         if program.registers[instruction.writes[0]].value in self._plan.differentiable and not again:
             yield _together([each.backward for each in redistributions])
 
-    def _inside(self, instruction: Run, again: bool) -> Iterator[Collectives]:
-        """Yield the collectives that an operator runs itself, and the gathers of its weights in backward."""
-        steps, call = self._plan.op_collectives.get(instruction.node.name, ()), instruction.node.call
-        if again and call is not None and call.sequence is not None:
-            steps = steps[: len(steps) // 2]  # those of forward, to which those of backward are alike in number
-        for step in steps:
-            yield Collectives({step.kind: 1}, step.nbytes, step.seconds)
+    def _inside(self, instruction: Run, again: bool, kept: bool) -> Iterator[Collectives]:
+        """Yield the collectives that an operator runs itself, and the gathers of its weights in backward.
+
+        A second run repeats those of its forward: sums if their results were not kept, exchanges of rows in any case.
+        """
+        sums_kept = again and (kept or instruction.keep) and instruction.find_exchange_ranks is None
+        for step in () if sums_kept else self._plan.op_collectives.get(instruction.node.name, ()):
+            if not (again and step.backward):
+                yield Collectives({step.kind: 1}, step.nbytes, step.seconds)
         if not again:
             yield from self._gathered_again(instruction.node, instruction.gathers)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base import ConflictError, Function
+from ascend_parallel.patches.compiled import at_tracing, skip_frame, within_graphs
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.settings import Settings
@@ -46,10 +47,10 @@ class DeepSpeed(Framework):
             return f"how DeepSpeed's {own} shares its features among ranks is not known here"
         if no_tree := self.settings.arithmetic.forbids("how DeepSpeed cuts fused weights is not known here"):
             return no_tree
-        if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
-            return "it is being compiled, and a process group cannot be"
         if layer.mp_group is None or layer.mp_group.size() == 1:
             return ONE_RANK
+        if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
+            return "it is being compiled, and a process group cannot be"
         if len(set(layer._partition_sizes)) > 1:
             return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
         return None
@@ -79,8 +80,7 @@ class DeepSpeed(Framework):
 def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Function:
     """Make the method that replaces the forward of the class `owner`."""
 
-    @functools.wraps(original)
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    def run(self: Any, input: torch.Tensor) -> torch.Tensor:
         reason = deepspeed.uncovered(self)
         if reason is not None:
             deepspeed.log_uncovered(self, reason)
@@ -100,6 +100,17 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
         y: torch.Tensor = call.original(input) if too_few_rows(deepspeed, call) else run_linear(deepspeed, call)
         return y
 
+    @at_tracing
+    def note() -> None:
+        deepspeed.note_compiled(owner)
+
+    def noted(self: Any, input: torch.Tensor) -> torch.Tensor:
+        note()
+        y: torch.Tensor = original(self, input)
+        return y
+
+    skip_frame(noted)
+    forward: Function = functools.wraps(original)(within_graphs(run, run if deepspeed.settings.insists else noted))
     vars(forward)["ascend_parallel"] = deepspeed
     return forward
 

@@ -58,6 +58,7 @@ def patch_set(megatron: Megatron) -> PatchSet:
         replacement=lambda original: _forward(original, megatron),
         parameters=FORWARD,
         reason="exchanges heads with the context-parallel ranks under groups of heads",
+        gives_way_to="mindspeed",  # without context parallelism it makes the mask in a wrapper around the forward
     )
     # In the tree the forward has another replacement (every_degree.py), and contexts are refused when they are built.
     patches = [built] if megatron.settings.arithmetic is EVERY_DEGREE else [built, exchanged]

@@ -26,7 +26,7 @@ from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
-from ascend_parallel.patches.compiled import at_tracing, between_graphs, skip_frame
+from ascend_parallel.patches.compiled import at_tracing, between_graphs, skip_frame, within_graphs
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.megatron.built_classes import flag_of
@@ -374,22 +374,22 @@ def _installed(
         output: Output = (original if communicates_nothing(layer) else run)(layer, *args, **kwargs)  # `run` raises
         return output
 
-    traced = refused if megatron.settings.insists else original
-
     @at_tracing
     def note() -> None:
         megatron.note_compiled(original.__qualname__.partition(".")[0])
 
-    def compiled(*args: Any, **kwargs: Any) -> Output:
-        if not torch.compiler.is_compiling():
-            output: Output = run(*args, **kwargs)
-            return output
-        if traced is original:
+    def noted(layer: Any, *args: Any, **kwargs: Any) -> Output:
+        if not communicates_nothing(layer):
             note()
-        return traced(*args, **kwargs)
+        return original(layer, *args, **kwargs)
 
+    traced = refused if megatron.settings.insists else noted
     skip_frame(on_one_rank)
-    own = compiled if megatron.compiles_original else between_graphs(run, traced, communicates_nothing)
+    skip_frame(noted)
+    if megatron.compiles_original:
+        own = within_graphs(run, traced)
+    else:
+        own = between_graphs(run, traced, communicates_nothing)
     forward: Function = functools.wraps(original)(own)
     vars(forward)["ascend_parallel"] = megatron
     return forward

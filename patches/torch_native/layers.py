@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.patches.base import Function, full_name
-from ascend_parallel.patches.compiled import in_whole_graph, outside_graphs, skip_frame
+from ascend_parallel.patches.compiled import Compiled, in_whole_graph, outside_graphs, skip_frame
 from ascend_parallel.patches.dtensor_linear import (
     INSTALLED,
     Installed,
@@ -100,9 +100,9 @@ class _OfModule:
         """Return what `Installed.uncovered` does."""
         return installed_on(module).uncovered(module)
 
-    def compiled_away(self, module: Any, inside: bool) -> bool:
+    def compiled_away(self, module: Any, how: Compiled) -> bool:
         """Return what `Installed.compiled_away` does."""
-        return installed_on(module).compiled_away(module, inside)
+        return installed_on(module).compiled_away(module, how)
 
 
 class InstalledForward:

@@ -44,7 +44,10 @@ def test_ranks_sequences_and_dtypes_are_the_same_everywhere():
     here, cluster = (2, None, "float32"), (8, None, None)
     assert found == {"predict": cluster, "explain": cluster, "bench": here, "tune": here}
     assert option("plan-training", "seq") is None and option("plan-training", "dtype") is None
-    assert options.RAREST == settings.RAREST
+    assert (options.RAREST, options.MOST_GROUPS) == (settings.RAREST, settings.MAX_CHUNKS)
+    for command in ("predict", "plan-training"):  # as many as `sequence_groups` of a strategy allows
+        refused = CliRunner().invoke(app, [command, "--cp-groups", "65"]).output
+        assert f"less than or equal to {settings.MAX_CHUNKS}, not '65'" in refused
     helps = {
         each.help
         for command in ("predict", "explain", "bench", "tune")

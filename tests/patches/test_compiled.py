@@ -100,6 +100,7 @@ def test_a_compiled_layer_of_megatron_is_overlapped_between_graphs(
 def compiled_away(group):
     warnings.simplefilter("ignore")
     with megatron(group.size()):
+        gpt({"num_chunks": 1, "compiled": "auto"}, "eager", True)  # warnings, once a process, break the graph too
         plain, stock, _, _ = gpt({"num_chunks": 1}, "eager", True)
         with logged() as lines:
             own, *rest = gpt({"num_chunks": 4, "compiled": "original"}, "eager", True)
@@ -112,11 +113,41 @@ def test_originals_of_megatron_are_compiled_on_request_and_not_counted(ranks):
         names = sorted(line.split()[0] for line in said)
         assert names == (["ColumnParallelLinear", "RowParallelLinear"] if rank == 0 else [])
         assert same_bits
-        assert all(ours <= own for ours, own in zip(graphs[-1], stock[-1], strict=True))
+        assert graphs == stock  # in the same pieces
         assert chunks == 2 * 4 * 3  # the output layer's gather, forward and backward
         assert covered.startswith(
             "1 of 5 linear layers covered (2 RowParallelLinear: compiled: the original runs; 2 Col"
         )
+
+
+class Column(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.column = layers.make("ColumnParallelLinear")
+
+    def forward(self, x):
+        return self.column(x)[0]
+
+
+@on_ranks(2)
+def test_a_graph_of_megatrons_layers_that_must_not_break_has_the_originals(group):
+    warnings.simplefilter("ignore")
+    with Layers(2) as layers, torch.no_grad():  # Megatron-core's backward breaks the graph
+        ascend_parallel.configure(num_chunks=1)
+        blocks, x = torch.nn.ModuleList([Column(layers), Column(layers)]), torch.randn(8, 2, 96)
+        expected = [block(x) for block in blocks]
+        ascend_parallel.configure(num_chunks=4)
+        for block in blocks:
+            block.compile(backend="eager", fullgraph=True)
+        before = str(ascend_parallel.coverage(blocks))
+        with logged() as lines:
+            found, graphs, _ = counted(lambda: [block(x) for block in blocks])
+        covered = str(ascend_parallel.coverage(blocks))
+    assert equal(found, expected)
+    assert graphs == [(1, 0)] * 3
+    assert covered == before == "0 of 2 linear layers covered (2 ColumnParallelLinear: compiled: the original runs)"
+    said = [line.split()[0] for line in lines if line.endswith("compiled: the original runs")]
+    assert said == ["ColumnParallelLinear"] * (group.rank() == 0)
 
 
 @on_ranks(2)
@@ -161,8 +192,11 @@ def decoder_run(group, settings, plan, *, compiled=True, **options):
     model = parallel(decoder(layers=2, hidden=96, inner=192, heads=4), init_device_mesh("cpu", (group.size(),)), plan)
     for block in model.layers if compiled else ():
         block.compile(backend="eager", **options)
+    before = str(ascend_parallel.coverage(model))
     found = counted(lambda: step(model))
-    return *found, str(ascend_parallel.coverage(model)), model
+    covered = str(ascend_parallel.coverage(model))
+    assert covered == before  # known before the first call
+    return *found, covered, model
 
 
 def styles(group, plan):
@@ -195,16 +229,30 @@ def test_compiled_blocks_of_torchs_styles(ranks, plan):
         assert of_copy == []
         assert off == [stock, 0]  # switched off, nothing breaks the graph
         ends = 0 if plan == "plain" else 1  # the output layer is not compiled
-        for graphs, chunks, _ in (original, whole):
+        for graphs, chunks, covered in (original, whole):
             assert graphs == stock
             assert (chunks > 0) == bool(ends)
-        assert original[2].startswith(f"{ends} of 15 linear layers covered (14 Linear: compiled: the original runs")
+            assert covered.startswith(f"{ends} of 15 linear layers covered (14 Linear: compiled: the original runs")
         assert ("Linear runs without overlap: compiled: the original runs" in said) == (rank == 0)
         graphs, chunks, covered = overlapped
         assert len(set(graphs[1:])) == 1
         assert graphs[0][1] > 0
         assert chunks > original[1]
         assert covered.startswith(f"{14 + ends} of 15 linear layers covered")
+
+
+@on_ranks(2)
+def test_layers_that_a_compiled_function_calls_are_known_after_their_call(group):
+    """torch.compile traces the first of two blocks that are alike, and runs both by that; a third runs by itself."""
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=3, hidden=96, inner=192, heads=4), init_device_mesh("cpu", (2,)), "plain")
+    torch._dynamo.reset()
+    call = torch.compile(lambda block, x: block(x), backend="eager")
+    first, second, third = model.layers
+    third(call(second, call(first, torch.randn(2, 96, 96)))).sum().backward()
+    covered = str(ascend_parallel.coverage(model))
+    ascend_parallel.configure(num_chunks=1)
+    assert covered.startswith("7 of 22 linear layers covered (14 Linear: compiled: the original runs;")
 
 
 def hugging_face_run(group, path, value, num_chunks=4, **options):
@@ -239,21 +287,21 @@ def transformers_blocks(group, path, original, options):
 def test_compiled_blocks_of_transformers(ranks, tmp_path, original, options):
     """One graph of originals, or with COC_COMPILE=overlap the layers between graphs."""
     pytest.importorskip("transformers", "5.16", reason="older versions have no tp_plan that is overlapped")
-    path = hugging_face.write(tmp_path, "Llama", num_hidden_layers=1)
+    path = hugging_face.write(tmp_path, "Llama")
     answers = ranks(2).run(transformers_blocks, path, original, options)
     for rank, (stock, (originals, overlapped)) in enumerate(answers):
         different, graphs, chunks, covered, lines = originals
         assert different == []
         assert graphs == stock
         assert chunks == 4 * 3  # the output layer is not compiled: chunks of its backward, steps
-        assert covered.startswith("1 of 8 linear layers covered (7 Linear: compiled: the original runs")
+        assert covered.startswith("1 of 15 linear layers covered (14 Linear: compiled: the original runs")
         assert len(lines) == (rank == 0)
         different, graphs, chunks, covered, lines = overlapped
         assert different == []
         assert graphs[0][1] > stock[0][1]
         assert len(set(graphs[1:])) == 1
         assert chunks > 4 * 3
-        assert covered.startswith("8 of 8 linear layers covered")
+        assert covered.startswith("15 of 15 linear layers covered")
         assert lines == []
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hugging_face import checked, count_of, launched_by, model_of, tokens, worst
+from logged import logged
 
 
 def engine_of(group, name, stage=0, dtype=torch.float32, **tensor_parallel):
@@ -162,6 +163,41 @@ def test_a_class_swap_is_overlapped_below_it(ranks):
         assert different == []
         assert covered.startswith("15 of 15")
         assert calls == 7 * 2 + 1
+
+
+def compiled(group):
+    """Train with compiled blocks; return the names that differ from plain, the coverage, what is logged, the calls."""
+    found, calls = [], 0
+    for chunks in (1, 4):
+        ascend_parallel.configure(num_chunks=chunks)
+        torch._dynamo.reset()
+        engine = engine_of(group, "Llama")
+        for block in engine.module.model.layers:
+            block.compile(backend="eager")
+        before, known = count_of("matmul_all_reduce"), str(ascend_parallel.coverage(engine.module))
+        with logged() as lines:
+            found.append(steps(engine))
+        calls = count_of("matmul_all_reduce") - before
+    covered = str(ascend_parallel.coverage(engine.module))
+    ascend_parallel.configure(num_chunks=1)
+    assert covered == known
+    different = [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
+    return (
+        different,
+        covered,
+        [line.split()[0] for line in lines if line.endswith("compiled: the original runs")],
+        calls,
+    )
+
+
+def test_compiled_blocks_run_the_originals_and_are_not_counted(ranks):
+    for rank, (different, covered, said, calls) in enumerate(ranks(2).run(compiled)):
+        assert different == []
+        assert covered.startswith("1 of 15 linear layers covered (")
+        assert "10 LinearLayer: compiled: the original runs" in covered
+        assert "4 LinearAllreduce: compiled: the original runs" in covered
+        assert sorted(said) == (["LinearAllreduce", "LinearLayer"] if rank == 0 else [])
+        assert calls == 2  # the output layer, in two steps
 
 
 @on_ranks(2)

@@ -271,7 +271,9 @@ def moe_layer(config, te):
     spec = ModuleSpec(module=experts.GroupedMLP)
     if te:
         names = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
-        linears = MLPSubmodules(*(getattr(transformer_engine, name) for name in names))
+        linears = MLPSubmodules(
+            **{f"linear_fc{number}": getattr(transformer_engine, name) for number, name in enumerate(names, 1)}
+        )
         spec = ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
     torch.manual_seed(5)
     with mindspeed_world.NpuMeansCpu():

@@ -1,5 +1,6 @@
 """Mixtures of experts in a plan: tokens go to their experts along a mesh dimension, equal to one card in float64."""
 
+from collections import Counter
 from itertools import product
 from unittest import mock
 
@@ -13,6 +14,7 @@ from pool import on_ranks
 from sharded_models import EXACT
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.expert_exchange import ExpertGroup
@@ -26,6 +28,7 @@ from ascend_parallel.sharding.rules import experts as rule
 from ascend_parallel.sharding.rules import strategies
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.training import PipelineOptions, ShardingOptions, Strategy
+from ascend_parallel.training.step_collectives import step_collectives
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
@@ -147,9 +150,16 @@ def test_experts_of_which_each_is_divided_too(group):
 def test_tokens_are_exchanged_again_where_backward_recomputes(group, collectives):
     model, batch = model_and_batch()
     plan = plan_of(model, batch, {"ep": 2})
+    recompute = Recompute(modules=("layers.*",), collectives=collectives)
     COUNTS.clear()
-    compare(model, batch, plan, recompute=Recompute(modules=("layers.*",), collectives=collectives))
+    sharded = compare(model, batch, plan, recompute=recompute)
     assert COUNTS.as_dict()["expert_exchange"]["calls"] == 6
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        sharded(*batch).backward()
+    ran = Counter(event.name for event in profiled.events())["gloo:all_to_all"]
+    listed = step_collectives(Strategy(mesh={"dp": 2}, recompute=recompute), sharded.rank_plan).micro_batch.counts
+    assert listed["all_to_all"] == 2 * 6  # dispatch and combine
+    assert ran == listed["all_to_all"] + 4 + listed.get("reduce_scatter", 0)  # and the numbers of rows, in each forward
 
 
 @on_ranks(2)

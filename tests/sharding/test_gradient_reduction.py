@@ -122,6 +122,34 @@ def sides(mesh):
     return model, by_hand(graph, mesh, {"x": S0}, calls), x
 
 
+class Whole(nn.Module):
+    """`terms` meets sharded rows; of the others every rank has the full gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.terms, self.first, self.second, self.third = (nn.Parameter(torch.rand(3) + index) for index in range(4))
+
+    def forward(self, x):
+        return (x * self.terms).sum() + (self.first * self.second * self.third).square().sum()
+
+
+@on_ranks(2)
+def test_full_gradients_that_earlier_backwards_have_left_are_summed_as_one_tensor(group):
+    model, x = made(Whole), torch.arange(12, dtype=torch.float64).reshape(4, 3)
+    plan = by_hand(trace(model, (x,)), ProcessMesh([0, 1], ["dp"]), {"x": S0}, {"mul": ([S0, C], S0)})
+    for _ in range(3):
+        model(x).backward()
+    sharded = ShardedModule(model, plan)
+    for _ in range(2):
+        with sharded.no_sync():
+            sharded(x).backward()
+    log = []
+    with logged(log):
+        sharded(x).backward()
+    assert sorted(each for each in log if each != "wait") == [3, 9]
+    torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @on_ranks()
 def test_terms_of_a_deferred_gradient_sum_to_the_gradient(group):

@@ -133,4 +133,4 @@ def own_step(own: Reduction | Exchange, costs: MeshCosts) -> RedistributeStep:
     else:
         kind, source, target = own.kind, shard(0), shard(0)
     nbytes, seconds = sent(kind, own.nbytes, costs.shape[own.mesh_dim]), costs.seconds(kind, own.nbytes, own.mesh_dim)
-    return RedistributeStep(kind, own.mesh_dim, source, target, nbytes, seconds)
+    return RedistributeStep(kind, own.mesh_dim, source, target, nbytes, seconds, own.backward)

@@ -65,6 +65,8 @@ class RedistributeStep:
         The most bytes that a rank sends.
     seconds
         Predicted time.
+    backward
+        Whether it is a collective of an operator's backward.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class RedistributeStep:
     target: Placement
     nbytes: float = 0.0
     seconds: float = 0.0
+    backward: bool = False
 
     def text(self, dim_name: str) -> str:
         """Return the step as text, such as ``all_gather(dim 0, mp) 12.6 MB 0.1 ms``."""

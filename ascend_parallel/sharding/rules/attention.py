@@ -164,7 +164,7 @@ def _collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[i
             way, groups = way_of(call, shared)
             for direction in (FORWARD, BACKWARD):
                 for kind, size in shared.sent(way, direction):
-                    yield from [Exchange(dim, size / groups, kind)] * groups
+                    yield from [Exchange(dim, size / groups, kind, backward=direction == BACKWARD)] * groups
 
 
 def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> float:

@@ -84,7 +84,7 @@ def reductions(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int
     nbytes = channels * sum_dtype(x.dtype).itemsize
     found = []
     for dim in _summed(layouts[0], mesh_shape):
-        found += [Reduction(dim, nbytes, "sum")] * 2 + [Reduction(dim, 2 * nbytes, "sum")]
+        found += [Reduction(dim, nbytes, "sum")] * 2 + [Reduction(dim, 2 * nbytes, "sum", backward=True)]
     return found
 
 

@@ -236,7 +236,7 @@ def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
     for dim in exchange_dims(layouts):
         x, index = call.inputs[X], call.inputs[INDEX]
         line = x.local_bytes(layouts[X], mesh_shape) * mesh_shape[dim] * index.shape[-1]
-        found += [Exchange(dim, line)] * 4
+        found += [Exchange(dim, line)] * 2 + [Exchange(dim, line, backward=True)] * 2
     return found
 
 

@@ -32,11 +32,14 @@ class Reduction:
         The bytes of each rank's tensor.
     op
         "sum" or "max".
+    backward
+        Whether it runs in backward, which a second run of the forward does not repeat.
     """
 
     mesh_dim: int
     nbytes: int
     op: str
+    backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,14 @@ class Exchange:
         The bytes of the slices of all ranks together; of "send" those of a rank.
     kind
         "all_to_all", "all_gather", "reduce_scatter" or "send".
+    backward
+        As in `Reduction`.
     """
 
     mesh_dim: int
     nbytes: float
     kind: str = ALL_TO_ALL
+    backward: bool = False
 
 
 Rule = Callable[[OpCall], Iterable[OpPlacements]]

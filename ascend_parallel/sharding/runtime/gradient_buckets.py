@@ -10,7 +10,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.runtime.gradient_plan import Bucket
+from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
 
 Start = Callable[[torch.Tensor, int, Value], Work]
 """Starts the all-reduce of a tensor over a mesh dimension; the value is the first parameter in the tensor."""
@@ -115,10 +115,17 @@ class BackwardBuckets:
     A second term of the same parameter, as from two forwards, is added to the first if the bucket has not started.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], waits_for: Iterable[Iterable[Value]], start: Start) -> None:
-        """Take the buckets in the order in which backward fills them, and the parameters that each waits for."""
+    def __init__(
+        self, buckets: Sequence[Bucket], waits_for: Iterable[Iterable[Value]], start: Start, bucket_bytes: int
+    ) -> None:
+        """Take the buckets in the order in which backward fills them, and the parameters that each waits for.
+
+        bucket_bytes: the size of the buckets of what earlier backwards have left.
+        """
         self._buckets, self._start, self._order = buckets, start, BucketOrder(waits_for)
+        self._bucket_bytes = bucket_bytes
         self._terms: dict[Value, Term] = {}
+        self._left: dict[SummedGradient, Term] = {}
         self._sums: list[BucketSum] = []
 
     def add(self, term: Term) -> None:
@@ -128,9 +135,16 @@ class BackwardBuckets:
         self._terms[term.value] = term
         self._launch(self._order.add(term.value))
 
+    def add_left(self, param: SummedGradient, term: Term) -> None:
+        """Add a gradient that earlier backwards have left, to be summed over other dimensions than the new terms."""
+        self._left[param] = term
+
     def end(self) -> None:
         """Start the remaining buckets, wait for all, and add the sums to the leaves' gradients."""
         self._launch(self._order.end())
+        # In the order of names: that in which gradients come is not for certain the same on all ranks.
+        for bucket in buckets(sorted(self._left, key=lambda param: param.name), self._bucket_bytes):
+            self._sums.append(BucketSum([self._left[param] for param in bucket.members], bucket.dims, self._start))
         finish_all(self._sums)
 
     def _launch(self, indices: Sequence[int]) -> None:

@@ -170,7 +170,8 @@ class GradientReducer:
             waits_for = [
                 [param.value for param in bucket.members if self._leaf(param).requires_grad] for bucket in self.buckets
             ]
-            running = self._running[task] = BackwardBuckets(self.buckets, waits_for, self._start_sum)
+            running = BackwardBuckets(self.buckets, waits_for, self._start_sum, self._bucket_bytes)
+            self._running[task] = running
             torch.autograd.Variable._execution_engine.queue_callback(running.end)
         return running
 
@@ -213,15 +214,20 @@ class GradientReducer:
         self._deferred[param.name] = dims
 
     def _with_deferred(self, param: SummedGradient, leaf: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        """Return the term plus the deferred gradient. A gradient deferred over other mesh dimensions is summed now."""
+        """Return the term plus the deferred gradient, unless that is deferred over other mesh dimensions.
+
+        The end of this backward sums such gradients, of several parameters as one tensor.
+        """
         held = self._deferred_dims(param.name, leaf)
-        if held and held == param.dims:
-            assert leaf.grad is not None, "a deferred sum without a gradient"
+        if not held:
+            return term
+        assert leaf.grad is not None, "a deferred sum without a gradient"
+        if held == param.dims:
             term = term + leaf.grad
-            leaf.grad = None
-            del self._deferred[param.name]
-        elif held:
-            finish_all([self._sum_deferred(Bucket((replace(param, dims=held),)), {param.name: leaf})])
+        else:
+            self._backward().add_left(replace(param, dims=held), Term(param.value, leaf, leaf.grad))
+        leaf.grad = None
+        del self._deferred[param.name]
         return term
 
     def _sum_deferred(self, bucket: Bucket, leaves: Mapping[str, torch.Tensor]) -> BucketSum:
