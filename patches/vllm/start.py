@@ -134,7 +134,7 @@ def has_operators(config: Any, vllm: Vllm) -> bool:
 
 
 def keeps_own_graphs(config: Any, runner: Any, model: torch.nn.Module, vllm: Vllm) -> bool:
-    """Tell whether a compiled model keeps vLLM's own graphs, without operators, so that a small step costs nothing.
+    """Tell whether a compiled model keeps vLLM's own graphs, without operators, for which a small step pays.
 
     So it is where "auto" can time steps outside them, and no device graph hides what an operator costs.
     """
