@@ -1,7 +1,7 @@
 """Prefill, mixed requests, decoding, first tokens under a steady load, and memory of vLLM, as it is and with overlap.
 
 python benchmarks/serving.py --link 1gbit     (as root: a network namespace whose loopback has this rate each way)
-python benchmarks/serving.py --host           (what a replaced method costs the host where it does nothing)
+python benchmarks/serving.py --host           (what a replaced method, and an operator, costs where it does nothing)
 
 A small random Llama on two ranks; every way is an engine of its own, in turn, with vLLM's own executor and its
 asynchronous front end. All ways run without the shared memory that vLLM uses between ranks of one machine, as on two
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ WAYS = {
     "unfinished rows": {"COC_PARALLEL_NUM": "4"},
     "auto": {"COC_PARALLEL_NUM": "auto"},
 }
-# Of a compiled model, whose rows are finished at a layer's end.
+# Of a compiled model: in its graphs, whose rows are finished at a layer's end, and in large steps outside them.
 COMPILED_WAYS = {
     "as it is": {},
     "operators in chunks": {"COC_PARALLEL_NUM": "4"},
@@ -171,7 +172,6 @@ def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 def host_costs() -> list[str]:
     """Return a line for each kind of replaced method: the microseconds that it adds to a call with one token."""
-    import timeit
     from types import SimpleNamespace
 
     import torch
@@ -195,8 +195,67 @@ def host_costs() -> list[str]:
     for name, (call, given) in calls.items():
         timed = [timeit.repeat(partial(each, *given), number=20000, repeat=7) for each in (call, nothing)]
         own, alone = map(min, timed)
-        lines.append(f"{name:12} {1e6 * (own - alone) / 20000:5.2f} us")
+        lines.append(f"{name:16} {1e6 * (own - alone) / 20000:6.2f} us more")
     return lines
+
+
+def operator_costs(layers: int = 16) -> list[str]:
+    """Return lines: the microseconds of a row layer with one token in a compiled graph, vLLM's own and as an operator.
+
+    Compiled as by vLLM on CPUs, with its own kernel, and with its own all-reduce over gloo in a group of one rank, so
+    that nobody is waited for.
+    """
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.forward_context import ForwardContext, override_forward_context
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    import ascend_parallel
+    from ascend_parallel.patches.vllm.operators import give_names
+
+    class Chain(torch.nn.Module):
+        """Row layers, one after the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                RowParallelLinear(64, 64, bias=False, return_bias=False, params_dtype=torch.float32, prefix=f"{number}")
+                for number in range(layers)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def seconds(chain: Chain) -> float:
+        """Return those of one of its layers with one token."""
+        torch._dynamo.reset()
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+        run = torch.compile(chain, fullgraph=True, options=options)
+        x = torch.zeros(300, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        run(x)
+        return min(timeit.repeat(partial(run, x[:1].clone()), number=200, repeat=30)) / 200 / layers
+
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()), torch.no_grad():
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+        chain, group = Chain(), parallel_state.get_tp_group()
+        group.world_size = 2  # a group of one rank would skip its all-reduce
+        group.device_communicator = CpuCommunicator(group.cpu_group, torch.device("cpu"), group.device_group, "alone")
+        for layer in chain.layers:
+            layer.quant_method.process_weights_after_loading(layer)
+            layer.tp_size = 2
+        own = seconds(chain)
+        ascend_parallel.configure(num_chunks=4, frameworks=("vllm",))
+        context: dict[str, Any] = {}
+        give_names(chain, set(chain.layers), context)
+        with override_forward_context(ForwardContext(context, {}, {})):
+            operator = seconds(chain)
+    return [f"{'own of a graph':16} {1e6 * own:6.2f} us", f"{'operator':16} {1e6 * (operator - own):6.2f} us more"]
 
 
 def in_slow_namespace(rate: str, command: list[str]) -> int:
@@ -268,7 +327,7 @@ def main() -> int:
         print("RESULT " + json.dumps(asyncio.run(measured(json.loads(options.inside)))), flush=True)
         os._exit(0)  # an engine that has ended cannot be ended again when Python ends
     if options.host:
-        print("\n".join(host_costs()))
+        print("\n".join([*host_costs(), *operator_costs()]))
         return 0
     if options.link:
         again = [word for word in sys.argv[1:] if word not in ("--link", options.link)]

@@ -6,7 +6,7 @@ chunks     the chunks of a number of tokens
 bits       from how many rows on the model's matmuls give a row the same bits
 auto       how many chunks, from dummy steps that are timed
 fused      a row layer as one operator of torch_npu, with USE_COC_FUSED_KERNEL=1
-operators  a row layer as one operator of compiled graphs
+operators  a row layer as one operator of compiled graphs; steps that leave these
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 """
 
@@ -19,9 +19,9 @@ import os
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
 from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
 from ascend_parallel.patches.vllm import start
-from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.operators import LINEAR, PARALLEL_STATE
 from ascend_parallel.patches.vllm.row_wise import LATER, MODULES, RowWise, row_wise_call
-from ascend_parallel.patches.vllm.start import LINEAR
 from ascend_parallel.settings import Settings
 
 VERSIONS = ">=0.11,<0.34"

@@ -5,6 +5,9 @@ are tried, the largest and a quarter of it, each in every count in turn; the ran
 take the same counts. Nothing is measured in a request. "auto" also tries a compiled model outside its graphs, where
 rows stay unfinished past a layer. COC_TUNE keeps what was found in a plan file: for each number of tokens an entry of
 each row layer's matmul, whose times are those of the whole step. COC_PLAN reads such a file.
+
+Where no device graph hides the calls of Python that an operator costs a small step, "auto" puts none into the graphs:
+then a step runs in vLLM's own graphs, whole, or outside them.
 """
 
 from __future__ import annotations
@@ -92,6 +95,11 @@ class MeasuredCounts:
     def way(self, tokens: int) -> Way:
         """Return the way of the nearest number of tokens that was tried."""
         return min(self.steps, key=lambda step: apart(step.tokens, tokens)).way
+
+    @property
+    def leave_graphs(self) -> bool:
+        """Whether some steps of a compiled model run outside its graphs."""
+        return any(step.way.eager for step in self.steps)
 
     def __str__(self) -> str:
         """Return all choices in words."""

@@ -33,12 +33,11 @@ from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCoun
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.fused import fused_weight
-from ascend_parallel.patches.vllm.operators import is_captured, output_of, traced
+from ascend_parallel.patches.vllm.operators import LAYER_NAME, PARALLEL_STATE, is_captured, output_of, traced
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan
 
-PARALLEL_STATE = "vllm.distributed.parallel_state"
 # The all-reduce without a matmul of ours, as counts and timelines name it.
 ALONE = "all_reduce"
 # Devices on which vLLM's own all-reduce writes to the tensor that it is given.
@@ -66,14 +65,21 @@ class Vllm(Framework):
         self.adapted: WeakSet[torch.nn.Module] = WeakSet()
         """The layers inside another that adds adapters."""
         self.operators = 0  # the layers that run as an operator in compiled graphs
+        self.own_graphs = False
+        """Whether a compiled model has vLLM's own graphs, without operators; "auto" may leave them in large steps."""
         self.bits: RowBits | None = None  # once a worker has loaded its model
         # From the plan of COC_PLAN; with "auto" and COC_TUNE once they are known, before the first request.
-        self.counts: PlannedCounts | MeasuredCounts | None = None
-        if isinstance(settings.plan, Plan):
-            self.counts = PlannedCounts(settings.plan)
+        self.counts: PlannedCounts | MeasuredCounts | None = self._planned()
         self.tried: Way | None = None  # of a dummy step
         self.hook: RemovableHandle | None = None  # by which steps of a compiled model leave its graphs
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
+
+    def forget_model(self) -> None:
+        """Forget what is known of a model: a worker has loaded another."""
+        self.operators, self.own_graphs, self.bits, self.counts = 0, False, None, self._planned()
+
+    def _planned(self) -> PlannedCounts | None:
+        return PlannedCounts(self.asked.plan) if isinstance(self.asked.plan, Plan) else None
 
     def without_effect(self, device: str) -> list[str]:
         """Return the variables that are set and act on no layer of vLLM on devices of this type."""
@@ -110,6 +116,11 @@ class Vllm(Framework):
         if not multiplies_by_rows(layer):
             return f"its rows may share a scale ({method_of(layer)}); its all-reduce runs in chunks"
         return self.uncovered_sum(_state().get_tp_group())
+
+    def compiled_away(self, layer: Any, inside: bool) -> bool:
+        """Tell whether vLLM's own code of `layer` alone runs in its graphs, in every step."""
+        leaves = self.own_graphs and isinstance(self.counts, MeasuredCounts) and self.counts.leave_graphs
+        return inside and not leaves and not hasattr(layer, LAYER_NAME)
 
     def uncovered_call(self, layer: Any, x: torch.Tensor) -> str | None:
         """Return the reason why vLLM's own forward of `layer` must run for an input x, or None."""

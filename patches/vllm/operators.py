@@ -1,8 +1,11 @@
 """A row layer as one operator of vLLM's compiled graphs, which decides inside about the tokens of this call.
 
 A graph is traced once, for every number of tokens, and nothing that waits may be in it. So the graph has one call for
-the matmul and its all-reduce, and what the layer does eagerly runs inside: chunks, or vLLM's own code for few tokens
-and while a graph is captured. As vLLM's attention, the operator finds its layer by name in the context of a forward.
+the matmul and its all-reduce, and what the layer does eagerly runs inside: chunks, or the two calls of vLLM's own
+forward for few tokens. As vLLM's attention, the operator finds its layer by name in the context of a forward.
+
+vLLM's ranges of compilation (compile_ranges_endpoints, 0.32) cannot give small steps a graph without operators: all
+ranges of a piece have one trace, and differ in passes of its backend alone, which CPUs do not use.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
 
 NAME = "vllm_row_linear"
 CONTEXT = "vllm.forward_context"
+LINEAR = "vllm.model_executor.layers.linear"
+PARALLEL_STATE = "vllm.distributed.parallel_state"
 # The attribute of a layer that runs as an operator in compiled graphs: its name in the context of a forward.
 LAYER_NAME = "ascend_parallel_name"
 # Passes of vLLM that fuse the all-reduces of a graph, under the names of its releases.
@@ -31,7 +37,22 @@ FUSING_PASSES = (
 
 def row_linear(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
     """Return the output [M, N] of the row layer of this name for x [M, K / R]; features: N."""
-    return finished(output_of(_context().no_compile_layers[layer].forward(x)))
+    module = _context().no_compile_layers[layer]
+    if x.shape[0] < LEAST_TOKENS:
+        return own_forward(module, x)
+    # What a subclass does around this forward is in the graph.
+    return finished(output_of(sys.modules[LINEAR].RowParallelLinear.forward(module, x)))
+
+
+def own_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a covered row layer as vLLM's own forward comes to it.
+
+    Each layer passes here for each decoded token, so the sum is called as vLLM's operator of it does, without that.
+    """
+    bias = None if layer.skip_bias_add or layer.tp_rank > 0 else layer.bias
+    y = layer.quant_method.apply(layer, x, bias)
+    reduced: torch.Tensor = sys.modules[PARALLEL_STATE].get_tp_group()._all_reduce_out_place(y)
+    return reduced
 
 
 def _shaped(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
@@ -86,14 +107,33 @@ def fusing_pass(config: Any) -> str | None:
     return next((name for name in FUSING_PASSES if getattr(passes, name, False)), None)
 
 
-def leave_graphs(model: torch.nn.Module, wanted: Callable[[int], bool]) -> RemovableHandle | None:
+def compilation_mode(config: Any) -> int:
+    """Return how vLLM compiles its models: 0 not at all, 1 as torch does, more by itself; 0.11 calls it a level."""
+    compilation = config.compilation_config
+    return int(getattr(compilation, "mode", getattr(compilation, "level", 0)) or 0)
+
+
+def captures_graphs(config: Any, device: str) -> bool:
+    """Tell whether vLLM captures device graphs of small steps, on devices of this type."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return device != "cpu" and mode is not None and mode.name != "NONE"
+
+
+def can_leave_graphs(config: Any) -> bool:
+    """Tell whether steps of a compiled model can run outside its graphs: not in versions without the switch.
+
+    It is in the context of a forward; vLLM sets it itself for steps of encoders. A model that is compiled as torch does
+    it (mode 1) never looks at it.
+    """
+    known = hasattr(getattr(sys.modules.get(CONTEXT), "ForwardContext", None), "skip_compiled")
+    return known and compilation_mode(config) > 1
+
+
+def leave_graphs(model: torch.nn.Module, wanted: Callable[[int], bool]) -> RemovableHandle:
     """Run a step of a compiled model outside its graphs where ``wanted(tokens)``; return the hook that does that.
 
-    vLLM has a switch in the context of a forward, which it sets itself for steps of encoders. None: this version has
-    no such switch. The answers have to be the same on every rank.
+    The answers have to be the same on every rank.
     """
-    if not hasattr(getattr(sys.modules.get(CONTEXT), "ForwardContext", None), "skip_compiled"):
-        return None
 
     def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("positions")

@@ -30,8 +30,18 @@ from ascend_parallel.patches.vllm.auto import (
 )
 from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, token_chunks
-from ascend_parallel.patches.vllm.layers import PARALLEL_STATE, Vllm
-from ascend_parallel.patches.vllm.operators import LAYER_NAME, fusing_pass, give_names, leave_graphs
+from ascend_parallel.patches.vllm.layers import Vllm
+from ascend_parallel.patches.vllm.operators import (
+    LAYER_NAME,
+    LINEAR,
+    PARALLEL_STATE,
+    can_leave_graphs,
+    captures_graphs,
+    compilation_mode,
+    fusing_pass,
+    give_names,
+    leave_graphs,
+)
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.tuning.measured.tuner import Tuner
 from ascend_parallel.version import __version__
@@ -40,7 +50,6 @@ log = logging.getLogger("ascend_parallel")
 
 # The two ends of a layer, as its attributes name them.
 ENDS = ("input", "output")
-LINEAR = "vllm.model_executor.layers.linear"
 # The name of our entry among vLLM's variables.
 CACHE_KEY = "ASCEND_PARALLEL"
 
@@ -51,11 +60,14 @@ def load_model(original: Function, vllm: Vllm) -> Function:
     @functools.wraps(original)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(self, *args, **kwargs)
-        vllm.operators = 0
-        if is_compiled(self.vllm_config) and fusing_pass(self.vllm_config) is None:
-            model, context = self.worker.get_model(), self.vllm_config.compilation_config.static_forward_context
-            rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
-            vllm.operators = give_names(model, rows, context)
+        vllm.forget_model()
+        config = self.vllm_config
+        if is_compiled(config) and fusing_pass(config) is None:
+            model, context = self.worker.get_model(), config.compilation_config.static_forward_context
+            vllm.own_graphs = keeps_own_graphs(config, self.worker.model_runner, model, vllm)
+            if not vllm.own_graphs:
+                rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
+                vllm.operators = give_names(model, rows, context)
         return loaded
 
     return load
@@ -85,7 +97,7 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
 
     Every rank of the model's tensor-parallel group calls this.
     """
-    compiled = is_compiled(config)
+    compiled, operators = is_compiled(config), has_operators(config, vllm)
     if compiled and (fusing := fusing_pass(config)) is not None:
         return (
             f"vllm: compiled: not covered. {fusing} of pass_config fuses the all-reduces of vLLM's graphs; without it, "
@@ -94,14 +106,16 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     inner = (getattr(module, "base_layer", None) for module in model.modules())
     vllm.adapted.update(module for module in inner if isinstance(module, torch.nn.Module))
     rows = [module for module in model.modules() if is_row_layer(module)]
-    reasons = [vllm.uncovered(module) or _untraced(module, compiled) for module in rows]
-    layers = covered_layers(model, vllm, compiled)
+    reasons = [vllm.uncovered(module) or _untraced(module, operators) for module in rows]
+    layers = covered_layers(model, vllm, operators)
     others = [f"{count}: {reason}" for reason, count in Counter(filter(None, reasons)).items()]
     if names := vllm.without_effect(next(model.parameters()).device.type):
         others.append(f"{', '.join(names)} has no effect on vLLM's layers")
     text = f"vllm: {'compiled: ' if compiled else ''}overlap covers {len(layers)} of {len(rows)} row-parallel layers"
-    if compiled and layers:
+    if operators and layers:
         text += ", each alone, as one operator of the graphs (past the layers: --enforce-eager, or auto where it gains)"
+    if vllm.own_graphs and layers:
+        text += ", outside vLLM's own graphs alone"
     if not layers:
         return "; ".join([text, *others])
     group, device = vllm.group_of(layers[0]), next(model.parameters()).device
@@ -114,9 +128,31 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     return "; ".join([text, *others])
 
 
-def _untraced(layer: torch.nn.Module, compiled: bool) -> str | None:
-    """Return the reason why vLLM's own code of a layer is in its compiled graphs, or None."""
-    return "its model was loaded another way" if compiled and not hasattr(layer, LAYER_NAME) else None
+def has_operators(config: Any, vllm: Vllm) -> bool:
+    """Tell whether row layers run as operators of compiled graphs."""
+    return is_compiled(config) and not vllm.own_graphs
+
+
+def keeps_own_graphs(config: Any, runner: Any, model: torch.nn.Module, vllm: Vllm) -> bool:
+    """Tell whether a compiled model keeps vLLM's own graphs, without operators, for which a small step pays.
+
+    So it is where "auto" can time steps outside them, and no device graph hides what an operator costs.
+    """
+    chosen = vllm.asked.auto and not vllm.asked.tune and not vllm.settings.fused
+    outside = bool(vllm.leaves_rows) and can_leave_graphs(config) and untimed(config, runner) is None
+    return chosen and outside and not captures_graphs(config, next(model.parameters()).device.type)
+
+
+def untimed(config: Any, runner: Any) -> str | None:
+    """Return the reason why no dummy steps can be timed, or None."""
+    if not hasattr(runner, "_dummy_run"):
+        return f"by {type(runner).__name__}"
+    return "with data parallelism" if config.parallel_config.data_parallel_size > 1 else None
+
+
+def _untraced(layer: torch.nn.Module, operators: bool) -> str | None:
+    """Return the reason why vLLM's own code of a layer is in graphs that have operators, or None."""
+    return "its model was loaded another way" if operators and not hasattr(layer, LAYER_NAME) else None
 
 
 def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
@@ -130,14 +166,13 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     most, least = most_tokens(config), 2 * vllm.ladder(device.type)[0]
     if not (tokens := tried_tokens(most, least)):
         return f"{asked}: nothing is timed, since no step has {least} tokens: none is cut"
-    sums = sums_of(covered_layers(model, vllm, is_compiled(config)))
+    sums = sums_of(covered_layers(model, vllm, has_operators(config, vllm)))
     tuner = Tuner(vllm.asked) if vllm.asked.tune else None
     if tuner is not None:
         vllm.counts = known(tuner, sums, tokens, group, device.type)
         if vllm.counts is not None:
             return f"COC_TUNE: chunks known from {vllm.asked.tune}"
-    if config.parallel_config.data_parallel_size > 1 or not hasattr(runner, "_dummy_run"):
-        why = "with data parallelism" if hasattr(runner, "_dummy_run") else f"by {type(runner).__name__}"
+    if (why := untimed(config, runner)) is not None:
         return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     like = torch.empty(0, device=device)
 
@@ -146,10 +181,10 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
             runner._dummy_run(tokens)
         now(like)
 
-    ways = [WHOLE, *CUT]
-    if tuner is None and is_compiled(config) and vllm.leaves_rows:
+    ways = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
+    if tuner is None and vllm.leaves_rows and can_leave_graphs(config):
         vllm.hook = leave_graphs(model, functools.partial(vllm.leaves_graphs, device=device.type))
-        ways += EAGER if vllm.hook is not None else []
+        ways += EAGER
     vllm.counts = measured = measure(step, tokens, ways, group)
     if tuner is None:
         return f"auto, {measured}"
@@ -179,10 +214,10 @@ def chunks_in_words(vllm: Vllm, sums: list[Sum], device: str) -> str:
     return f"in steps of {2 * ladder[0]} tokens or more, in {count} of {ladder[0]} to {ladder[-1]} tokens"
 
 
-def covered_layers(model: torch.nn.Module, vllm: Vllm, compiled: bool) -> list[Any]:
-    """Return the row layers of a model that run with overlap."""
+def covered_layers(model: torch.nn.Module, vllm: Vllm, operators: bool) -> list[Any]:
+    """Return the row layers of a model that run with overlap; operators: those of compiled graphs do."""
     rows = (module for module in model.modules() if is_row_layer(module))
-    return [layer for layer in rows if (vllm.uncovered(layer) or _untraced(layer, compiled)) is None]
+    return [layer for layer in rows if (vllm.uncovered(layer) or _untraced(layer, operators)) is None]
 
 
 def sums_of(layers: Iterable[Any]) -> list[Sum]:
@@ -227,10 +262,8 @@ def is_row_layer(module: torch.nn.Module) -> bool:
 
 
 def is_compiled(config: Any) -> bool:
-    """Tell whether vLLM compiles its models; 0.11 calls the mode a level."""
-    compilation = config.compilation_config
-    mode = getattr(compilation, "mode", getattr(compilation, "level", 0))
-    return bool(int(mode or 0))
+    """Tell whether vLLM compiles its models."""
+    return compilation_mode(config) > 0
 
 
 def mark_caches(vllm: Vllm) -> None:

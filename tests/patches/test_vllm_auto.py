@@ -1,6 +1,7 @@
 """COC_PARALLEL_NUM=auto in vLLM: the counts that dummy steps are fastest with, the same on all ranks."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ascend_parallel.patches.vllm.auto import (
 )
 from ascend_parallel.patches.vllm.chunks import token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm
+from ascend_parallel.patches.vllm.operators import LAYER_NAME
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 
@@ -59,6 +61,19 @@ def test_the_graphs_are_left_where_that_gains_over_the_fastest_way_in_them(secon
     assert str(chosen(2048, [*WAYS, *EAGER], [turns(*seconds)])) == f"2048 tokens {words}"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((1, 0.9, 0.7, 0.8), "in 4 chunks outside the graphs (700 ms; whole 1000)"),
+        ((1, 1.1, 0.99, 1.2), "whole (1000 ms; in 4 chunks outside the graphs 990)"),
+    ],
+)
+def test_graphs_without_operators_are_left_or_kept_whole(seconds, words):
+    step = chosen(2048, [WHOLE, *EAGER], [turns(*seconds)])
+    assert str(step) == f"2048 tokens {words}"
+    assert MeasuredCounts((step,), 0.0).leave_graphs == words.startswith("in")
+
+
 def test_a_number_of_tokens_takes_the_count_of_the_nearest():
     found = MeasuredCounts((TimedSteps(4096, {}, Way(8, eager=True)), TimedSteps(1024, {}, WHOLE)), 0.0)
     summed = Sum(768, 768, torch.float32)
@@ -73,6 +88,24 @@ def test_a_step_leaves_the_graphs_only_if_it_would_be_cut_there(device, leaving)
     vllm = Vllm(Settings(num_chunks=4), "0.32.0")
     vllm.counts = MeasuredCounts((TimedSteps(2048, {}, Way(4, eager=True)),), 0.0)
     assert [vllm.leaves_graphs(tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
+
+
+@pytest.mark.parametrize(
+    ("layer", "own", "way", "away"),
+    [
+        ({LAYER_NAME: "down"}, False, None, False),  # an operator
+        ({}, False, None, True),
+        ({}, True, None, True),  # nothing is timed yet
+        ({}, True, WHOLE, True),
+        ({}, True, Way(4, eager=True), False),
+    ],
+)
+def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(layer, own, way, away):
+    vllm = Vllm(Settings(num_chunks=4), "0.32.0")
+    vllm.own_graphs = own
+    vllm.counts = way and MeasuredCounts((TimedSteps(2048, {}, way),), 0.0)
+    assert vllm.compiled_away(SimpleNamespace(**layer), True) is away
+    assert vllm.compiled_away(SimpleNamespace(**layer), False) is False
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from generate import saved_model
 
-from ascend_parallel.patches.vllm.auto import Way
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, TimedSteps, Way
 
 LENGTHS = [600, 90]
 RUNS = (1, 4, 4, "auto")  # the third has the cache of the second
@@ -38,9 +38,20 @@ def compiled(folder):
                     COUNTS.clear()
                     with RowParallelLinear.forward.ascend_parallel.trying(way):
                         found.append([generated(llm, LENGTHS), graphs, COUNTS.as_dict()])
+                told = [told_of(llm, way) for way in (WHOLE, Way(4, eager=True))]
                 ascend_parallel.configure(num_chunks=1)
-                found.append([generated(llm, LENGTHS), graphs, {}])
+                found.append([generated(llm, LENGTHS), graphs, told])
     return found
+
+
+def told_of(llm, way):
+    """Return what coverage tells of the model once auto has timed this way as the fastest."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    import ascend_parallel
+
+    RowParallelLinear.forward.ascend_parallel.counts = MeasuredCounts((TimedSteps(1536, {}, way),), 0.0)
+    return llm.apply_model(lambda model: str(ascend_parallel.coverage(model)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +81,30 @@ def test_a_cache_that_was_made_without_overlap_is_not_taken(results):
 
 def test_the_log_says_what_is_covered_and_what_was_timed(results):
     without, cold, warm, auto = results[1].split("CHUNKS")[1:]
-    covered = "vllm: compiled: overlap covers 2 of 2 row-parallel layers, each alone, as one operator of the graphs"
+    covered = "vllm: compiled: overlap covers 2 of 2 row-parallel layers, "
     assert covered not in without
-    assert all(log.count(covered) == 1 for log in (cold, warm, auto))
-    assert re.search(r"auto, timed in .* 1536 tokens (whole|in \d chunks)( outside the graphs)? \(\d+ ms; ", auto)
-    assert auto.count("outside the graphs") == 2  # the fastest of these, of both numbers of tokens
+    assert all(log.count(f"{covered}each alone, as one operator of the graphs") == 1 for log in (cold, warm))
+    assert auto.count(f"{covered}outside vLLM's own graphs alone, in steps of 256 tokens or more") == 1
+    outside = r"in \d chunks outside the graphs"
+    way = rf"(whole \(\d+ ms; {outside} \d+\)|{outside} \(\d+ ms; whole \d+\))"
+    assert re.search(rf"auto, timed in .* s: 1536 tokens {way}, 384 tokens {way}\n", auto)
+
+
+def test_with_auto_the_graphs_are_those_of_vllm(results):
+    *_, (inside, _, of_inside), _, (plain, _, _) = results[0][0]
+    assert inside == plain
+    assert not of_inside  # operators would have been cut
+
+
+def test_coverage_tells_whether_steps_leave_the_graphs(results):
+    *_, (_, _, (whole, outside)) = results[0][0]
+    assert whole.startswith("0 of 2 linear layers covered (2 RowParallelLinear: compiled: the original runs); ")
+    assert outside.startswith("2 of 2 linear layers covered; ")
 
 
 def test_a_step_outside_the_graphs_leaves_rows_unfinished_past_the_layers(results):
-    *_, (inside, _, of_inside), (outside, _, of_outside), (plain, _, _) = results[0][0]
-    assert inside == plain
+    *_, (outside, _, of_outside), (plain, _, _) = results[0][0]
     assert [each["tokens"] for each in outside] == [each["tokens"] for each in plain]
-    assert "all_reduce" in of_outside and "all_reduce" not in of_inside  # that of the embedding
-    assert of_outside["region"]["chunks"] > of_inside["region"]["chunks"]
+    assert of_outside["matmul_all_reduce"] == {"calls": 2, "chunks": 10, "collectives": 10}
+    assert "all_reduce" in of_outside  # that of the embedding
+    assert "region" in of_outside

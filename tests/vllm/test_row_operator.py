@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import envs
 from vllm.compilation.backends import split_graph
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
 
-from ascend_parallel.patches.vllm import operators
+from ascend_parallel.patches.vllm import operators, start
 from ascend_parallel.patches.vllm.auto import Sum
 from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
 from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
@@ -21,28 +24,35 @@ from ascend_parallel.settings import Settings
 K, N = 32, 48
 
 
-class Row(torch.nn.Module):
-    """A row layer on one rank, where vLLM's own forward runs."""
+class Multiply:
+    """What multiplies in a layer."""
 
-    tp_size = 1
+    def apply(self, layer, x, bias):
+        return torch.nn.functional.linear(x, layer.weight, bias)
 
-    def __init__(self, skip_bias_add):
-        super().__init__()
+
+class Row(RowParallelLinear):
+    """A row layer of vLLM, made without its groups; on one rank vLLM's own forward runs."""
+
+    def __init__(self, skip_bias_add, tp_size=1, tp_rank=0):
+        torch.nn.Module.__init__(self)
         self.weight, self.bias = torch.nn.Parameter(torch.randn(N, K)), torch.nn.Parameter(torch.randn(N))
         self.output_size, self.skip_bias_add, self.return_bias = N, skip_bias_add, skip_bias_add
-
-    def own(self, input_):
-        y = torch.nn.functional.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
-        return (y, self.bias) if self.return_bias else y
+        self.tp_size, self.tp_rank, self.input_is_parallel, self.reduce_results = tp_size, tp_rank, True, True
+        self.quant_method = Multiply()
 
 
-Row.forward = row_forward(Row.own, Vllm(Settings(num_chunks=4), "0.32.0"))
+class Doubling(Row):
+    """A layer of a model, with work of its own around the forward of its base."""
+
+    def forward(self, input_):
+        return 2 * super().forward(input_ + 1)
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, first=Row):
         super().__init__()
-        self.first, self.second = Row(False), Row(True)
+        self.first, self.second = first(False), Row(True)
 
     def forward(self, x):
         y = torch.ops.aten.tanh(self.first(x)).sum(-1, keepdim=True)  # the graph is cut at tanh, as at attention
@@ -73,12 +83,20 @@ def context(layers, mode=CUDAGraphMode.NONE):
     )
 
 
+@pytest.fixture(autouse=True)
+def group(monkeypatch):
+    """A tensor-parallel group of one rank, and vLLM's forward replaced."""
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(_all_reduce_out_place=lambda y: y))
+    replaced = row_forward(RowParallelLinear.forward, Vllm(Settings(num_chunks=4), "0.32.0"))
+    monkeypatch.setattr(RowParallelLinear, "forward", replaced)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    made = Model()
-    with torch.inference_mode():
-        yield made
+    return Model()
 
 
 def compiled(model):
@@ -104,6 +122,30 @@ def test_a_layer_is_one_operator_of_an_unbroken_graph_for_every_number_of_tokens
     assert [len(calls(graph)) for graph in backend.graphs] == [2]  # one graph, traced once
     assert backend.pieces == [3]
     assert [node.args[1:] for node in calls(backend.graphs[0])] == [(N, "first"), (N, "second")]
+
+
+def test_what_a_subclass_does_around_the_forward_is_done_once():
+    model, layers = Model(Doubling), {}
+    operators.give_names(model, {model.first}, layers)
+    run, backend = compiled(model)
+    with context(layers):
+        for tokens in (600, 7):
+            x = torch.randn(tokens, K)
+            assert torch.equal(run(x), model(x))
+    assert len(calls(backend.graphs[0])) == 1
+
+
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_step_of_few_tokens_has_what_the_forward_of_vllm_returns(monkeypatch, skip_bias_add, tp_rank):
+    summed = SimpleNamespace(all_reduce=lambda y: 3 * y, _all_reduce_out_place=lambda y: 3 * y)
+    monkeypatch.setattr(parallel_state, "_TP", summed)
+    layer, x = Row(skip_bias_add, tp_size=2, tp_rank=tp_rank), torch.randn(7, K)
+    expected = operators.output_of(RowParallelLinear.forward.__wrapped__(layer, x))
+    with context({"row": layer}):
+        assert torch.equal(torch.ops.ascend_parallel.vllm_row_linear(x, N, "row"), expected)
+        layer.quant_method.apply = lambda layer, x, bias: x.new_ones(len(x), N)  # asked in each call
+        assert torch.equal(torch.ops.ascend_parallel.vllm_row_linear(x, N, "row"), x.new_full((7, N), 3))
 
 
 def test_a_layer_without_a_name_is_traced_as_it_is(model):
@@ -146,6 +188,50 @@ def test_a_pass_that_fuses_all_reduces_keeps_them():
         assert operators.fusing_pass(SimpleNamespace(compilation_config=compilation)) == name
 
 
+@pytest.mark.parametrize(
+    ("settings", "config", "own"),
+    [
+        ({"auto": True}, {}, True),
+        ({"auto": True}, {"device": "cuda", "captures": "NONE"}, True),
+        ({"auto": True}, {"device": "cuda", "captures": "PIECEWISE"}, False),
+        ({"auto": True}, {"device": "cuda", "captures": "FULL"}, False),
+        ({"auto": True}, {"mode": 1}, False),  # torch compiles the whole model
+        ({"auto": True}, {"replicas": 2}, False),  # nothing is timed
+        ({"auto": True, "region": False}, {}, False),
+        ({"auto": True, "fused": True}, {}, False),
+        ({"tune": "plan.json"}, {}, False),
+        ({"num_chunks": 4}, {}, False),
+    ],
+)
+def test_auto_puts_no_operator_into_graphs_where_nothing_hides_its_cost(settings, config, own):
+    given = {"mode": 2, "replicas": 1, "captures": "NONE", "device": "cpu", **config}
+    compilation = SimpleNamespace(mode=given["mode"], cudagraph_mode=CUDAGraphMode[given["captures"]])
+    parallel = SimpleNamespace(data_parallel_size=given["replicas"])
+    vllm_config = SimpleNamespace(compilation_config=compilation, parallel_config=parallel)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=SimpleNamespace(type=given["device"]))]))
+    runner = SimpleNamespace(_dummy_run=None)
+    assert start.keeps_own_graphs(vllm_config, runner, model, Vllm(Settings(**settings), "0.32.0")) is own
+
+
+def test_without_vllms_switch_the_graphs_have_operators(monkeypatch):
+    config = SimpleNamespace(compilation_config=SimpleNamespace(mode=3))
+    assert operators.can_leave_graphs(config)
+    monkeypatch.delattr(ForwardContext, "skip_compiled")
+    assert not operators.can_leave_graphs(config)
+
+
+def test_a_cached_graph_is_of_one_number_of_operators():
+    framework = Vllm(Settings(auto=True), "0.32.0")
+    start.mark_caches(framework)
+    try:
+        keys = []
+        for framework.operators in (0, 2, 0):
+            keys.append(envs.compile_factors()[start.CACHE_KEY])
+    finally:
+        start.unmark_caches()
+    assert keys[0] == keys[2] != keys[1]
+
+
 def functions_of(run):
     """Return the functions of this package that ``run()`` calls."""
     called = Counter()
@@ -172,7 +258,7 @@ def test_a_call_with_few_tokens_runs_few_functions_of_this_package(model):
             "row layer": (model.first, 1),
             "norm": (norm, 2),
             "all-reduce": (reduce, 1),
-            "operator": (lambda x: torch.ops.ascend_parallel.vllm_row_linear(x, N, "first"), 5),
+            "operator": (lambda x: torch.ops.ascend_parallel.vllm_row_linear(x, N, "first"), 3),
         }
         for name, (call, most) in calls.items():
             call(x)
