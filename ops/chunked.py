@@ -14,7 +14,7 @@ Each tensor is split once, before the loop: slicing inside the loop costs severa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -26,9 +26,7 @@ from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import (
     BY_BACKEND,
     IN_TREE,
-    FinishingWork,
     Gathers,
-    StartScatter,
     all_gathers,
     reduce_scatters,
     summed_in_backend_order,
@@ -37,23 +35,20 @@ from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import (
     ALONE,
     BlockedWeight,
+    Blocks,
     batches,
+    chunk_products,
     cut_blocks,
-    multiply,
-    multiply_blocks,
 )
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import FinishingWork, Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
-from ascend_parallel.ops.record import BESIDE, MATMUL, compute, recorded_as
+from ascend_parallel.ops.record import BESIDE, MATMUL, Steps, compute, recorded_steps
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import arriving, is_unfinished
 from ascend_parallel.process_groups.backend import SENDS, backend_of
 
 supports = summed_in_backend_order
-
-Blocks = Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
-"""For each chunk the rows that are multiplied, and their places in the product."""
 
 EachRows = Callable[[int, slice, torch.Tensor], object]
 """``each(rank, rows, x [m, K])`` is called with the rows `rows` of a rank's M / R once they are gathered."""
@@ -78,16 +73,13 @@ def matmul_all_reduce(
     x_m, up_to = arriving(x_m)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
-    chunks = zip(accumulate(sizes), torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes), strict=True)
-    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
-    with pending.launching():
-        for stop, x_c, y_c in chunks:
-            if up_to is not None:
-                up_to(stop)
-            matmul((x_c,), w, (y_c,), row_tile)
-            for addend in addends:
-                compute(BESIDE, "add", y_c.add_, addend[stop - y_c.shape[0] : stop])
-            pending.launch(dist.all_reduce, y_c, group=group, async_op=True)
+    rows, places = torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes)
+    blocks = zip(zip(rows), zip(places), strict=True)  # each chunk is one block
+    steps = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
+    if up_to is not None or addends:
+        steps = _computing(steps, places, sizes, up_to, addends)
+    starts = [functools.partial(dist.all_reduce, y_c, group=group, async_op=True) for y_c in places]
+    pending.launch_each(starts, steps)
     COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     return pending
 
@@ -153,38 +145,23 @@ def matmul_reduce_scatter(
     partial = x_m.new_empty(x_m.shape[0], n, dtype=summed_dtype(x_m.dtype) if order == IN_TREE else x_m.dtype)
     y_shard_m = x_m.new_empty(rows, n)
     pending = Pending(y_shard_m, REDUCE_SCATTER, group, len(sizes), sizes)
-    computed: list[tuple[StartScatter, torch.Tensor]] = []
-    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
     backend = backend_of(group, x_m.device)
     if not backend.concurrent or backend.gathers == SENDS:  # in order anyway: a connection carries sends in turn
         after = None
     batched = backend.launches and not row_tile
     if batched and isinstance(w, torch.Tensor):
         w = w.expand(ranks, k, n)
-    with pending.launching():
-        starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
-        outputs = torch.split_with_sizes(partial, _cuts(sizes, ranks).chunks)
-        if batched:
-            blocks = _batches(x_m.view(ranks, rows, k), outputs, sizes)
-        else:
-            blocks = _rank_blocks(x_m, partial, sizes, ranks)
-        chunks = zip(starts, accumulate(sizes), blocks, outputs, sizes, strict=True)
-        for start, stop, (x_blocks, y_blocks), y_c, size in chunks:
-            if up_to is not None:
-                up_to(stop)
-            matmul(x_blocks, w, y_blocks, row_tile)
-            for addend in addends:
-                rows_c = addend.view(ranks, rows, n)[:, stop - size : stop]
-                compute(BESIDE, "add", y_c.view(ranks, size, n).add_, rows_c)
-            if after is None:
-                pending.launch(start, y_c)
-                continue
-            computed.append((start, y_c))
-            if after.done():
-                _start(computed, pending)
-        if computed and after is not None:
-            after.wait()
-            _start(computed, pending)
+    starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
+    outputs = torch.split_with_sizes(partial, _cuts(sizes, ranks).chunks)
+    blocks = _batches(x_m.view(ranks, rows, k), outputs, sizes) if batched else _rank_blocks(x_m, partial, sizes, ranks)
+    steps = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
+    if up_to is not None or addends:
+        steps = _computing(steps, outputs, sizes, up_to, addends, ranks)
+    of_outputs = map(functools.partial, starts, outputs)
+    if after is None:
+        pending.launch_each(of_outputs, steps)
+    else:
+        _launch_behind(after, pending, of_outputs, steps)
     COUNTS.add(REDUCE_SCATTER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     return pending
 
@@ -237,36 +214,27 @@ def all_gather_matmul(
     x_shard_m = x_shard_m.contiguous()
     own_m, _ = arriving(x_shard_m)
     batched = backend_of(group, own_m.device).launches and not row_tile and ranks > 2
-    bounds = list(pairwise(accumulate(sizes, initial=0)))
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
     y_parts = y_r_m.unbind()
+    own_blocks: Blocks = [((own_m,), (y_parts[rank],))]
+    if in_chunks:
+        own_blocks = zip(cut_blocks([own_m], sizes), cut_blocks([y_parts[rank]], sizes), strict=True)
+    own = recorded_steps(MATMUL, "own rows", chunk_products(own_blocks, w, row_tile))
+    if each is not None:
+        own_sizes = sizes if in_chunks else (own_m.shape[0],)
+        own = _followed(own, each, own_sizes, {rank: torch.split_with_sizes(own_m, own_sizes)})
 
-    def multiply_own(own: torch.Tensor, y: torch.Tensor, rows: slice) -> None:
-        compute(MATMUL, "own rows", multiply, own, w, y, row_tile)
-        if each is not None:
-            each(rank, rows, own)
-
-    def multiply_own_chunk(index: int) -> None:
-        rows = slice(*bounds[index])
-        multiply_own(own_m[rows], y_parts[rank][rows], rows)
-
-    then = multiply_own_chunk if in_chunks else None
-    gathering, gathers = start_gathers(x_shard_m, group, sizes, ALL_GATHER, then, keep=keep_gathered)
-    inputs = _peer_blocks(gathers, sizes, rank, batched)
+    behind = own if in_chunks else [*[()] * (len(sizes) - 1), *own]
+    gathering, gathers = start_gathers(x_shard_m, group, sizes, ALL_GATHER, behind, keep=keep_gathered)
+    COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
-
-    matmul = recorded_as(MATMUL, "matmul", multiply_blocks)
-    with gathering.launching():
-        if not in_chunks:
-            multiply_own(own_m, y_parts[rank], slice(0, own_m.shape[0]))
-        COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
-        for index, (x_blocks, y_blocks) in enumerate(zip(inputs, outputs, strict=True)):
-            gathering.wait_for(index)
-            matmul(x_blocks, w, y_blocks, row_tile)
-            if each is not None:
-                for other in (*range(rank), *range(rank + 1, ranks)):
-                    each(other, slice(*bounds[index]), gathers.rows[index][other])
-    gathered = gathering.wait()
+    blocks = zip(_peer_blocks(gathers, sizes, rank, batched), outputs, strict=True)
+    products = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
+    if each is not None:
+        others = (*range(rank), *range(rank + 1, ranks))
+        arrived = {other: [rows[other] for rows in gathers.rows] for other in others}
+        products = _followed(products, each, sizes, arrived)
+    gathered = gathering.wait_each(products)
     return y_r_m.flatten(0, 1), gathered if keep_gathered else None
 
 
@@ -280,39 +248,79 @@ def _peer_blocks(gathers: Gathers, sizes: Sizes, rank: int, batched: bool) -> It
     return [[*rows[:rank], *rows[rank + 1 :]] for rows in gathers.rows]
 
 
+def _followed(
+    products: Sequence[Steps], each: EachRows, sizes: Sizes, rows: Mapping[int, Sequence[torch.Tensor]]
+) -> Sequence[Steps]:
+    """Return the products of chunks of these sizes, each with a call of `each` for the rows of every rank behind it."""
+    found: list[Steps] = []
+    for index, (steps, (start, stop)) in enumerate(zip(products, pairwise(accumulate(sizes, initial=0)), strict=True)):
+        calls = [functools.partial(each, rank, slice(start, stop), chunks[index]) for rank, chunks in rows.items()]
+        found.append((*steps, *calls))
+    return found
+
+
 def start_gathers(
     x_shard_m: torch.Tensor,
     group: dist.ProcessGroup,
     sizes: Sizes,
     operator: str,
-    then: Callable[[int], object] | None = None,
+    behind: Sequence[Steps] = (),
     *,
     keep: bool = True,
 ) -> tuple[Pending, Gathers]:
     """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K], and where the chunks come.
 
-    With keep=False the pending tensor is not to be read. ``then(i)`` is called after the start of chunk i.
+    With keep=False the pending tensor is not to be read. behind: the steps that run after the start of each chunk.
     """
     x_shard_m, up_to = arriving(x_shard_m)
     pending = Pending(x_shard_m, operator, group, len(sizes))
-    with pending.launching():
-        gathers = pending.expect(all_gathers, x_shard_m, sizes, group, keep)
-        if gathers.gathered is not None:
-            pending.tensor = gathers.gathered.flatten(0, 1)
-        chunks = zip(accumulate(sizes), torch.split_with_sizes(x_shard_m, sizes), gathers.starts, strict=True)
-        for index, (stop, x_c, start) in enumerate(chunks):
-            if up_to is not None:
-                up_to(stop)
-            pending.launch(start, x_c.contiguous())
-            if then is not None:
-                then(index)
-        if keep and gathers.in_place and gathers.gathered is not None:
-            compute(BESIDE, "own rows", gathers.gathered[group.rank()].copy_, x_shard_m)
+    gathers = pending.expect(all_gathers, x_shard_m, sizes, group, keep)
+    if gathers.gathered is not None:
+        pending.tensor = gathers.gathered.flatten(0, 1)
+    arrivals = [] if up_to is None else [(functools.partial(up_to, stop),) for stop in accumulate(sizes)]
+    pending.launch_each(gathers.starts, arrivals, behind)
+    if keep and gathers.in_place and gathers.gathered is not None:
+        compute(BESIDE, "own rows", gathers.gathered[group.rank()].copy_, x_shard_m)
     return pending, gathers
 
 
-def _start(computed: list[tuple[StartScatter, torch.Tensor]], pending: Pending) -> None:
-    """Start the reduce-scatters of the computed chunks, and empty the list."""
-    for start, y_c in computed:
-        pending.launch(start, y_c)
-    computed.clear()
+def _computing(
+    products: Sequence[Steps],
+    places: Sequence[torch.Tensor],
+    sizes: Sizes,
+    up_to: Callable[[int], object] | None,
+    addends: Sequence[torch.Tensor],
+    ranks: int = 1,
+) -> Sequence[Steps]:
+    """Return the steps of each chunk: its rows come, `up_to` a stop, are multiplied, and the addends [M, N] are added.
+
+    places: the products [R c, N] of the chunks, which have as many rows c of each of the ranks.
+    """
+    found: list[Steps] = []
+    for stop, size, product, y_c in zip(accumulate(sizes), sizes, products, places, strict=True):
+        arrival = () if up_to is None else (functools.partial(up_to, stop),)
+        y_r_c = y_c.view(ranks, size, y_c.shape[1])
+        added: list[Callable[[], object]] = []
+        for addend in addends:
+            rows_c = addend.view(ranks, sum(sizes), addend.shape[1])[:, stop - size : stop]
+            added.append(functools.partial(compute, BESIDE, "add", y_r_c.add_, rows_c))
+        found.append((*arrival, *product, *added))
+    return found
+
+
+def _launch_behind(
+    after: Pending, pending: Pending, starts: Iterable[Callable[[], Work]], steps: Sequence[Steps]
+) -> None:
+    """Compute the chunks, and start the collective of each once it is computed and `after` is done."""
+    computed: list[Callable[[], Work]] = []
+    with pending.launching():
+        for start, steps_c in zip(starts, steps, strict=True):
+            for step in steps_c:
+                step()
+            computed.append(start)
+            if after.done():
+                pending.launch_each(computed)
+                computed.clear()
+        if computed:
+            after.wait()
+            pending.launch_each(computed)

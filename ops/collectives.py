@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.blocks import summed_dtype
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.pending import limited
+from ascend_parallel.ops.pending import FinishingWork
 from ascend_parallel.ops.problem import ALL_GATHER, Problem
-from ascend_parallel.ops.record import BESIDE, Watch, compute, recorded_as
+from ascend_parallel.ops.record import BESIDE, compute, recorded_as
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups import UNREAD, raise_failed_wait, wait_limit
 from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
 
 # Calls on each group so far; every rank counts alike. The number is part of the message tag, so that messages match
@@ -44,8 +42,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 BY_BACKEND, BY_RANK, IN_TREE = "backend", "rank", "tree"
 
 SumParts = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-StartGather = Callable[[torch.Tensor], Work]
-"""Starts ``rows_c = all_gather(x_c)``: contiguous x_c [c, K], this rank's rows; rows_c [R, c, K] of all ranks."""
+StartGather = Callable[[], Work]
+"""Starts ``rows_c = all_gather(x_c)``: x_c [c, K], this rank's rows, which are there; rows_c [R, c, K] of all ranks."""
 StartScatter = Callable[[torch.Tensor], Work]
 """Starts ``out_c = reduce_scatter(x_c)``: contiguous x_c [R c, N]; out_c [c, N] gets rank r's, the r-th, c rows."""
 
@@ -62,7 +60,7 @@ class Gathers(NamedTuple):
     gathered
         [R, M / R, K]: the rows of all ranks, in their places once the chunks are waited for; None if nobody keeps them.
     rows
-        For each chunk the rows [c, K] of each rank, once it is waited for; of this rank only in a buffer.
+        For each chunk the rows [c, K] of each rank, once it is waited for; in place, of this rank those that it sends.
     starts
         For each chunk the function that starts its gather.
     in_place
@@ -86,50 +84,45 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
     way = backend.gathers
     if len(sizes) == 1 and way != SENDS:
         whole = x_shard_m.new_empty(ranks, m, k)
-        start = functools.partial(all_gather_single, whole.flatten(0, 1), group=group)
+        start = functools.partial(all_gather_single, whole.flatten(0, 1), x_shard_m, group)
         return Gathers(whole, [whole], [start], in_place=False)
+    chunks = torch.split_with_sizes(x_shard_m, sizes)
     if way == CHUNK_MAJOR:
         buffers = torch.split_with_sizes(x_shard_m.new_empty(ranks * m, k), [ranks * size for size in sizes])
         kept = x_shard_m.new_empty(ranks, m, k) if keep else None
         places = [None] * len(sizes) if kept is None else torch.split_with_sizes(kept, sizes, 1)
-        through = [functools.partial(_gather_and_place, *pair, group) for pair in zip(buffers, places, strict=True)]
+        ways = zip(buffers, places, chunks, strict=True)
+        through = [functools.partial(_gather_and_place, buffer, place, group, x_c) for buffer, place, x_c in ways]
         return Gathers(kept, [buffer.view(ranks, -1, k) for buffer in buffers], through, in_place=False)
     gathered = x_shard_m.new_empty(ranks, m, k)
-    rows = list(zip(*[torch.split_with_sizes(x_m, sizes) for x_m in gathered.unbind()], strict=True))
+    of_ranks = gathered.unbind()
+    parts = [chunks if peer == rank else torch.split_with_sizes(of_ranks[peer], sizes) for peer in range(ranks)]
+    rows = list(zip(*parts, strict=True))
     starts: list[StartGather] = []
     if way == ALL_TO_ALL:
         nothing = x_shard_m[:0]
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
         tag, peers = _gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
-        limit = wait_limit(group, x_shard_m.device, backend)
         for rows_c in rows:
             works: list[Any] = []
             for peer in peers:
                 works.append(dist.irecv(rows_c[peer], group=group, group_src=peer, tag=tag))
-            starts.append(functools.partial(_send, works, peers, group, tag, limit))
+            starts.append(functools.partial(_send, works, peers, group, tag, rows_c[rank]))
     return Gathers(gathered, rows, starts, in_place=True)
 
 
-def _send(
-    works: list[Any],
-    peers: Sequence[int],
-    group: dist.ProcessGroup,
-    tag: int,
-    limit: timedelta | None,
-    x_c: torch.Tensor,
-) -> Work:
+def _send(works: list[Any], peers: Sequence[int], group: dist.ProcessGroup, tag: int, x_c: torch.Tensor) -> Work:
     """Send this rank's chunk to each peer on gloo; `works` are the receives of the chunk, which have been posted."""
+    x_c = x_c.contiguous()
     for peer in peers:
         works.append(dist.isend(x_c, group=group, group_dst=peer, tag=tag))
-    return FinishingWork(works, None, group, x_c, limit)
+    return FinishingWork(works, None, group, x_c)
 
 
-def _exchange_rows(
-    rows_c: Sequence[torch.Tensor], nothing: torch.Tensor, rank: int, group: dist.ProcessGroup, x_c: torch.Tensor
-) -> Work:
+def _exchange_rows(rows_c: Sequence[torch.Tensor], nothing: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Work:
     """Gather a chunk by one exchange of lists; a rank exchanges `nothing` with itself, so that nothing is copied."""
-    places, sent = list(rows_c), [x_c] * len(rows_c)
+    places, sent = list(rows_c), [rows_c[rank].contiguous()] * len(rows_c)
     places[rank] = sent[rank] = nothing
     work: Work = dist.all_to_all(places, sent, group=group, async_op=True)
     return work
@@ -151,52 +144,6 @@ def _gather_tag(group: dist.ProcessGroup) -> int:
 
 def _scatter_tag(group: dist.ProcessGroup) -> int:
     return FIRST_TAG + TAGS + next(_SCATTERS.setdefault(group, itertools.count())) % TAGS
-
-
-class FinishingWork:
-    """Started works of a group and a local step: `wait` waits for the works, then runs the step."""
-
-    tells_completion = False  # gloo's sends and receives are complete once they are waited for
-
-    def __init__(
-        self,
-        works: Sequence[Work | None],
-        finish: Callable[[], object] | None,
-        group: dist.ProcessGroup,
-        out: torch.Tensor,
-        limit: timedelta | None = UNREAD,
-    ) -> None:
-        """Hold the works of `group`; `finish` writes the result, `out`. limit: as of `wait_limit`, if it is known."""
-        self._works: Sequence[Any] = works
-        self._group, self._device, self._limit = group, out.device, limit
-        self._finish, self._done = finish, False
-
-    def record_end(self, watch: Watch) -> None:
-        """Have `watch` record when the works are done."""
-        self._works = watch([limited(work, self._group, self._device) for work in self._works])
-
-    def is_completed(self) -> bool:
-        """Tell whether `wait` has run the step."""
-        return self._done
-
-    def wait(self) -> None:
-        """Wait for the works and run the step; a second call does nothing."""
-        if not self._done:
-            if self._limit is UNREAD and self._works:
-                self._limit = wait_limit(self._group, self._device)
-            limit = self._limit
-            for work in self._works:
-                try:
-                    if limit is None or not isinstance(work, dist.Work):
-                        work.wait()
-                    else:
-                        work.wait(limit)
-                except RuntimeError as error:
-                    raise_failed_wait(limit, self._group, work, error)
-            self._done = True
-            if self._finish is not None:
-                self._finish()
-                self._finish = None  # what it holds is freed
 
 
 def reduce_scatter_single(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
@@ -245,7 +192,6 @@ def _send_and_sum(
     works: list[Any],
     group: dist.ProcessGroup,
     tag: int,
-    limit: timedelta | None,
     x_c: torch.Tensor,
 ) -> Work:
     """Run a chunk's reduce-scatter on gloo: every rank sends each peer its slice, and sums the slices.
@@ -262,7 +208,7 @@ def _send_and_sum(
     for peer, part in received.items():
         works.append(dist.isend(parts[peer], group=group, group_dst=peer, tag=tag))
         parts[peer] = part
-    return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c, limit)
+    return FinishingWork(works, functools.partial(sum_parts, parts, out_c), group, out_c)
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -308,14 +254,13 @@ def reduce_scatters(
     tag = _scatter_tag(group)
     peers = [*range(group.rank()), *range(group.rank() + 1, group.size())]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
-    limit = wait_limit(group, out_m.device, backend)
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
     starts: list[StartScatter] = []
     for out_c, parts in zip(outs, zip(*received, strict=True), strict=True):
         by_peer, works = dict(zip(peers, parts, strict=True)), list[Any]()
         for peer, part in by_peer.items():
             works.append(dist.irecv(part, group=group, group_src=peer, tag=tag))
-        starts.append(functools.partial(_send_and_sum, sum_parts, out_c, by_peer, works, group, tag, limit))
+        starts.append(functools.partial(_send_and_sum, sum_parts, out_c, by_peer, works, group, tag))
     return starts
 
 

@@ -9,12 +9,14 @@ multiple of `ALIGNMENT` are therefore copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from ascend_parallel.ops.record import Steps
 from ascend_parallel.ops.rows import Sizes
 
 ALIGNMENT = 64  # bytes, a power of two; the alignment of torch's own allocations
@@ -59,6 +61,9 @@ class NoProduct:
         """Leave y_m as it is."""
 
 
+Blocks = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+"""For each chunk the blocks of rows that are multiplied, [m, K] or [r, m, K], and their places in the product."""
+
 # Weights of which nothing is multiplied: a call's collectives run alone.
 ALONE = (MultipliedRows, NoProduct)
 
@@ -69,6 +74,7 @@ def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tens
 
 
 def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
+    w = aligned(w)
     if _is_aligned(y_m):
         torch.mm(aligned(x_m), w, out=y_m)
     else:
@@ -101,21 +107,38 @@ def multiply_blocks(
     y_blocks: Sequence[torch.Tensor],
     row_tile: int = 0,
 ) -> None:
-    """Write ``x_block @ w`` to each y_block: x_block [m, K] or a batch [r, m, K]; w [K, N], or [r, K, N] expanded."""
-    for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
-        if not isinstance(w, torch.Tensor):
-            w.multiply(x_block, y_block, row_tile)
-        elif x_block.dim() == 3:
-            torch.bmm(x_block, w if w.dim() == 3 else w.expand(x_block.shape[0], *w.shape), out=y_block)
-        elif 0 < row_tile < x_block.shape[0]:
-            _multiply_tiles(x_block, aligned(w), y_block, row_tile)
-        elif not w.is_cpu or not (x_block.data_ptr() | w.data_ptr() | y_block.data_ptr()) % ALIGNMENT:
-            torch.mm(x_block, w, out=y_block)
-        else:
-            _multiply(x_block, aligned(w), y_block)
+    """Write ``x_block @ w`` to each y_block, as `chunk_products` says."""
+    (calls,) = chunk_products([(x_blocks, y_blocks)], w, row_tile)
+    for call in calls:
+        call()
+
+
+def chunk_products(chunks: Blocks, w: torch.Tensor | BlockedWeight, row_tile: int = 0) -> list[Steps]:
+    """Return for each chunk the calls that write ``x_block @ w`` to the places of its blocks, w [K, N].
+
+    Of batches of rows w may be expanded, [r, K, N]. The rows themselves may come later, before the calls.
+    """
+    found: list[Steps] = []
+    for x_blocks, y_blocks in chunks:
+        calls: list[Callable[[], object]] = []
+        for x_block, y_block in zip(x_blocks, y_blocks, strict=True):
+            if not isinstance(w, torch.Tensor):
+                calls.append(functools.partial(w.multiply, x_block, y_block, row_tile))
+            elif x_block.dim() == 3:
+                w_r = w if w.dim() == 3 else w.expand(x_block.shape[0], *w.shape)
+                calls.append(functools.partial(torch.bmm, x_block, w_r, out=y_block))
+            elif 0 < row_tile < x_block.shape[0]:
+                calls.append(functools.partial(_multiply_tiles, x_block, w, y_block, row_tile))
+            elif not w.is_cpu or not (x_block.data_ptr() | w.data_ptr() | y_block.data_ptr()) % ALIGNMENT:
+                calls.append(functools.partial(torch.mm, x_block, w, out=y_block))
+            else:
+                calls.append(functools.partial(_multiply, x_block, w, y_block))
+        found.append(calls)
+    return found
 
 
 def _multiply_tiles(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+    w = aligned(w)
     for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
         _multiply(x_tile, w, y_tile)
 

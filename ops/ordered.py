@@ -20,10 +20,10 @@ from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import BY_RANK, FinishingWork, all_gather_single, sum_in_rank_order
+from ascend_parallel.ops.collectives import BY_RANK, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, multiply
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import FinishingWork, Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import MATMUL, compute

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import FinishingWork, all_gather_single
+from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.operators import in_timeline
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import FinishingWork, Pending
 from ascend_parallel.ops.problem import PART_NAMES
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.registry import Choice

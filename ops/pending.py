@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.record import RECORDING, Steps, Watch
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import (
     UNREAD,
@@ -39,6 +40,43 @@ IDLE_WORK: deque[Callable[[], object]] = deque()
 
 class CollectiveError(RuntimeError):
     """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
+
+
+@dataclass(slots=True, eq=False)
+class FinishingWork:
+    """Started works of a group, and a local step behind them.
+
+    A `Pending` waits for the works and runs the step itself; elsewhere `wait` does.
+
+    finish
+        Writes the result, `out`, from what has come; None: it has come in its place.
+    """
+
+    works: Sequence[Any]
+    finish: Callable[[], object] | None
+    group: dist.ProcessGroup
+    out: torch.Tensor
+    done: bool = False
+    tells_completion: ClassVar[bool] = False  # gloo's sends and receives are complete once they are waited for
+
+    def record_end(self, watch: Watch) -> None:
+        """Have `watch` record when the works are done."""
+        self.works = watch([limited(work, self.group, self.out.device) for work in self.works])
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` has run the step."""
+        return self.done
+
+    def wait(self) -> None:
+        """Wait for the works and run the step; a second call does nothing."""
+        if self.done:
+            return
+        if self.works:
+            wait_within(wait_limit(self.group, self.out.device), self.group, *self.works)
+        self.done = True
+        if self.finish is not None:
+            self.finish()
+            self.finish = None  # what it holds is freed
 
 
 class Pending:
@@ -68,14 +106,37 @@ class Pending:
 
     def launch(self, start: Callable[..., Work | None], *args: object, **kwargs: object) -> None:
         """Start a collective by ``start(*args, **kwargs)``; `wait` waits for it."""
+        self.launch_each((functools.partial(start, *args, **kwargs),))
+
+    def launch_each(
+        self,
+        starts: Iterable[Callable[[], Work | None]],
+        before: Sequence[Steps] = (),
+        behind: Sequence[Steps] = (),
+    ) -> None:
+        """Start collectives by ``start()``, in turn; `wait` waits for them.
+
+        The steps of each run `before` its start and `behind` it; none: nothing runs there. If a step or a start fails,
+        wait for the collectives that have started.
+        """
         try:
-            work = start(*args, **kwargs) if self._recorded is None else self._recorded.launch(start, *args, **kwargs)
-        except RuntimeError as error:
-            raise self._failure(len(self._works), error) from error
-        assert work is not None, "this rank is not a member of the group"
-        if self._limit is UNREAD and isinstance(work, dist.Work):
-            self._limit = wait_limit(self.group, self.tensor.device)
-        self._works.append(work)
+            for index, start in enumerate(starts):
+                for step in before[index] if before else ():
+                    step()
+                try:
+                    work = start() if self._recorded is None else self._recorded.launch(start)
+                except RuntimeError as error:
+                    raise self._failure(len(self._works), error) from error
+                assert work is not None, "this rank is not a member of the group"
+                self._works.append(work)
+                works = work.works if isinstance(work, FinishingWork) else (work,)
+                if self._limit is UNREAD and works and isinstance(works[0], dist.Work):
+                    self._limit = wait_limit(self.group, self.tensor.device)
+                for step in behind[index] if behind else ():
+                    step()
+        except BaseException:
+            self.drain()
+            raise
 
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
@@ -107,17 +168,22 @@ class Pending:
             work = self._works[index] if self._works else None  # work beside the wait may have waited for all
             if work is None:
                 continue
+            works, part = work.works if isinstance(work, FinishingWork) else (work,), work
             try:
                 if self._recorded is not None:
                     self._recorded.wait(index, functools.partial(wait_within, self._limit, self.group, work))
-                elif self._limit is None or not isinstance(work, dist.Work):
-                    work.wait()
                 else:
-                    work.wait(self._limit)
+                    for part in works:
+                        if self._limit is None or not isinstance(part, dist.Work):
+                            part.wait()
+                        else:
+                            part.wait(self._limit)
             except RuntimeError as error:
-                self._raise_failure(index, work, error)
+                self._raise_failure(index, part, error)
             if self._works:
                 self._works[index] = None
+            if isinstance(work, FinishingWork) and work.finish is not None:  # a recorded wait has run it
+                work.finish()
 
     def _may_take(self, index: int) -> bool:
         """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next.
@@ -137,13 +203,29 @@ class Pending:
             self._works.clear()
         return self.tensor
 
+    def wait_each(self, then: Sequence[Steps]) -> torch.Tensor:
+        """Wait for the collectives in turn, run after each its steps of `then`, and return the tensor.
+
+        If a step fails, wait for the other collectives.
+        """
+        try:
+            for index, steps in zip(range(len(self._works)), then, strict=True):
+                self.wait_for(index)
+                for step in steps:
+                    step()
+        except BaseException:
+            self.drain()
+            raise
+        self._works.clear()
+        return self.tensor
+
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Guard the loop that starts the collectives: if the loop fails, wait for the collectives already started."""
+        """Guard a loop that starts collectives one by one: if it fails, wait for those already started."""
         try:
             yield
         except BaseException:
-            self._drain()
+            self.drain()
             raise
 
     def __enter__(self) -> Pending:
@@ -157,13 +239,14 @@ class Pending:
         if kind is None:
             self.wait()
         else:
-            self._drain()
+            self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Wait for the collectives that have started, after an error: it is raised, not theirs."""
         for work in self._works:
             if work is None:
                 continue
-            with suppress(RuntimeError):  # the caller raises the first error
+            with suppress(RuntimeError):
                 wait_within(self._limit, self.group, work)
         self._works.clear()
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ascend_parallel.ops.clocks import Clock, DeviceClock, HostClock, runs_ahead
 
 Watch = Callable[[list[Any]], list[Any]]
+Steps = Sequence[Callable[[], object]]
+"""Calls of this process that run in turn, such as the matmuls of a chunk."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,13 +86,13 @@ class Communication:
         self._spans: list[RecordedSpan] = []
         self._kept: list[object] = []
 
-    def launch(self, start: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Start a collective by ``start(*args, **kwargs)``; return the work to wait for."""
+    def launch(self, start: Callable[[], Any]) -> Any:
+        """Start a collective by ``start()``; return the work to wait for."""
         span = self._pass.span(COMM, self._operator, len(self._spans))
         self._spans.append(span)
-        work = start(*args, **kwargs)
+        work = start()
         # The recorder's side stream waits for the collective, so torch could free the buffers too early.
-        self._kept.append((args, kwargs))
+        self._kept.append(start)
         if hasattr(work, "record_end"):
             work.record_end(functools.partial(self._watch, span))
         elif isinstance(work, dist.Work):
@@ -244,6 +246,19 @@ def recorded_as(kind: str, name: str, function: Callable[P, T]) -> Callable[P, T
     """Return what runs `function` as `compute` does, for a loop: `function` itself while no recorder is active."""
     recorder = RECORDING.recorder
     return function if recorder is None else functools.partial(recorder.compute, kind, name, function)
+
+
+def recorded_steps(kind: str, name: str, chunks: Sequence[Steps]) -> Sequence[Steps]:
+    """Return the steps of each chunk as `compute` records them, for a loop: `chunks` while no recorder is active."""
+    recorder = RECORDING.recorder
+    if recorder is None:
+        return chunks
+    return [(functools.partial(recorder.compute, kind, name, _run, steps),) for steps in chunks]
+
+
+def _run(steps: Steps) -> None:
+    for step in steps:
+        step()
 
 
 def compute_rows(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -31,7 +31,6 @@ from ascend_parallel.ops.blocks import (
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import (
     IN_TREE,
-    FinishingWork,
     FollowedWork,
     StartScatter,
     all_gather_single,
@@ -40,7 +39,7 @@ from ascend_parallel.ops.collectives import (
 )
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, multiply
-from ascend_parallel.ops.pending import Pending, limited
+from ascend_parallel.ops.pending import FinishingWork, Pending, limited
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes

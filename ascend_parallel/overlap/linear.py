@@ -228,8 +228,7 @@ class ColumnLinear(torch.autograd.Function):
                 layer.before_communicating()
             settings = layer.settings_for(BACKWARD, dy, weight)
             pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
-            with pending.launching():
-                dx, dw = gradients_under(layer, pending, lambda: kept, dy, kept)
+            dx, dw = gradients_under(layer, pending, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)

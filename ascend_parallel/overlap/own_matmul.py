@@ -135,7 +135,8 @@ def _sum(
         ).wait()
     with ExitStack() as running:
         pending, gathered = start_column_backward(running, dy, kept, weight if wanted else None, layer, ROW_MAJOR, dx)
-        gathered()  # the other ranks' weight gradients need this rank's rows
+        if gathered is not None:  # the other ranks' weight gradients need this rank's rows
+            gathered()
         return None if pending is None else pending.wait()
 
 

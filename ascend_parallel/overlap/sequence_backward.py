@@ -19,8 +19,8 @@ from ascend_parallel.ops.unfinished import UnfinishedTensor, postponed, unfinish
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import BACKWARD
 
-Gathered = Callable[[], torch.Tensor | None]
-"""Returns the whole input of a layer, once its rows are gathered; None if it was not kept."""
+Gathered = Callable[[], torch.Tensor]
+"""Returns the whole input of a layer, once its rows are gathered."""
 
 
 def column_sequence_backward(
@@ -37,8 +37,8 @@ def column_sequence_backward(
     with ExitStack() as running:
         pending_dx, gathered = start_column_backward(running, dy, kept, weight, layer, layout)
         if pending_dx is None:
-            return None, weight_gradient_of(layer, gathered(), dy)
-        gradients = gradients_under(layer, pending_dx, gathered, dy, kept)
+            return None, weight_gradient_of(layer, kept, dy, gathered)
+        gradients = gradients_under(layer, pending_dx, dy, kept, gathered)
         running.pop_all()  # rows that are left are waited for where they are read
     return gradients
 
@@ -51,18 +51,19 @@ def start_column_backward(
     layer: ParallelLinear,
     layout: str,
     product: torch.Tensor | None = None,
-) -> tuple[Pending | None, Gathered]:
+) -> tuple[Pending | None, Gathered | None]:
     """Start the gather of `kept` and the input gradient ``reduce_scatter(dy @ weight)``, which `running` ends.
 
     They are independent, so either can start first. With the gather first (the default) the gather runs under the input
-    gradient's matmul. `product`: dy @ weight, if it has been multiplied; of dy only the shape counts then.
+    gradient's matmul. `product`: dy @ weight, if it has been multiplied; of dy only the shape counts then. The second
+    result is None where `kept` is whole, or nobody needs it.
     """
     group, settings = layer.group, layer.settings
 
     def start_gather() -> Pending | None:
         if kept is None or not settings.recompute_all_gather:
             return None
-        return running.enter_context(start_gather_rows(kept, group, settings, dy.shape[-1]))
+        return running.push(start_gather_rows(kept, group, settings, dy.shape[-1]))
 
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
@@ -71,33 +72,37 @@ def start_column_backward(
         pending = start_matmul_reduce_scatter(
             dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
         )
-        return running.enter_context(pending)
+        return running.push(pending)
 
     if settings.order == "compute_first":
         pending_dx, pending_x = start_input_gradient(None), start_gather()
     else:
         pending_x = start_gather()
         pending_dx = start_input_gradient(pending_x)
-    return pending_dx, (lambda: kept) if pending_x is None else pending_x.wait
+    return pending_dx, None if pending_x is None else pending_x.wait
 
 
 def gradients_under(
     layer: ParallelLinear,
     pending_dx: Pending,
-    gathered: Gathered,
     dy: torch.Tensor,
     kept: torch.Tensor | None,
+    gathered: Gathered | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return dx and dw of a column layer, whose weight gradient runs under the collectives of dx.
 
-    kept: x or its rows, None without dw; ``gathered()`` returns whole x. If dx may be unfinished, dw is postponed: it
-    then runs under the collectives that wait for rows of dx, too.
+    `kept` and `gathered` as of `weight_gradient_of`. If dx may be unfinished, dw is postponed: it then runs under the
+    collectives that wait for rows of dx, too. If dw fails, the collectives of dx are waited for.
     """
-    if not layer.may_leave(pending_dx):
-        dw = weight_gradient_of(layer, gathered(), dy)
-        return pending_dx.wait(), dw
-    dx = unfinished(pending_dx, layer.leaves_rows, "region backward")
-    return dx, postponed_weight_gradient(layer, kept, dy, gathered)
+    try:
+        if not layer.may_leave(pending_dx):
+            dw = weight_gradient_of(layer, kept, dy, gathered)
+            return pending_dx.wait(), dw
+        dx = unfinished(pending_dx, layer.leaves_rows, "region backward")
+        return dx, postponed_weight_gradient(layer, kept, dy, gathered)
+    except BaseException:
+        pending_dx.drain()
+        raise
 
 
 def row_sequence_backward(
@@ -123,12 +128,19 @@ def row_sequence_backward(
 
 
 def weight_gradient_of(
-    layer: ParallelLinear, x: torch.Tensor | None, dy: torch.Tensor, out: torch.Tensor | None = None
+    layer: ParallelLinear,
+    kept: torch.Tensor | None,
+    dy: torch.Tensor,
+    gathered: Gathered | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient."""
-    if x is None:
+    """Return dw from contiguous rows, or None if x was not kept: the weight then requires no gradient.
+
+    kept: x, or with `gathered`, which returns whole x, its rows alone.
+    """
+    if kept is None:
         return None
-    x_m, dy_m = _finished_rows(x), _finished_rows(dy)
+    x_m, dy_m = _finished_rows(kept if gathered is None else gathered()), _finished_rows(dy)
     product = layer.settings.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
     blocks = () if product is None else (product,)  # a program's own class may not take any
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, *blocks)
@@ -137,7 +149,7 @@ def weight_gradient_of(
 def _finished_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., K] as contiguous rows [M, K], all of them there."""
     x = (x.finished() if isinstance(x, UnfinishedTensor) else x).contiguous()
-    return x if x.ndim == 2 else rows_of(x)
+    return x if x.ndim == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
@@ -154,16 +166,16 @@ def postponed_weight_gradient(
 ) -> torch.Tensor | None:
     """Return dw, in a region postponed: it then runs under the next collectives that are waited for.
 
-    kept: x or its rows, None without dw; ``gathered()`` returns whole x if kept has its rows alone.
+    `kept` and `gathered` as of `weight_gradient_of`.
     """
     if kept is None:
         return None
     if not layer.postpones_weight_gradient:
-        return weight_gradient_of(layer, kept if gathered is None else gathered(), dy)
+        return weight_gradient_of(layer, kept, dy, gathered)
     dy_m = _finished_rows(dy)
     dw = kept.new_empty(dy_m.shape[1], kept.shape[-1])
 
     def write() -> None:
-        weight_gradient_of(layer, kept if gathered is None else gathered(), dy_m, out=dw)
+        weight_gradient_of(layer, kept, dy_m, gathered, dw)
 
     return postponed(dw, write, (kept, dy_m), "a weight gradient")

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from marks import promise
 
-from ascend_parallel.ops.collectives import FinishingWork
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
-from ascend_parallel.ops.pending import IDLE_WORK, Pending
+from ascend_parallel.ops.pending import IDLE_WORK, FinishingWork, Pending
 from ascend_parallel.ops.unfinished import UnfinishedTensor, at_end_of_backward, finished, postponed, whole
 
 pytestmark = promise("unfinished-rows")

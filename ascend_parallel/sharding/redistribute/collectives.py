@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import Work
-from ascend_parallel.ops.collectives import FinishingWork, all_gather_single, reduce_scatters
-from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
+from ascend_parallel.ops.pending import FinishingWork, NamedWork
 from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
