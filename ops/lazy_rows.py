@@ -52,7 +52,7 @@ class LazyRows:
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
         self._inference = torch.is_inference_mode_enabled()  # memory of that mode may be written there alone
-        self._stream = torch.accelerator.current_stream() if _has_streams() else None
+        self._stream = torch.accelerator.current_stream() if has_streams() else None
         self._part_of: LazyRows | None = None if part_of is None else part_of._part_of or part_of
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
@@ -189,7 +189,7 @@ _THREAD = _Thread()
 
 
 @cache
-def _has_streams() -> bool:
+def has_streams() -> bool:
     """Tell whether this machine has an accelerator; that is asked once."""
     return torch.accelerator.is_available()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ import torch
 
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
-from ascend_parallel.ops.record import compute_rows
+from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.rows import stops_of
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, is_unfinished, may_be_filled_later
 
@@ -42,12 +43,12 @@ class _Results:
     @staticmethod
     def of(made: Any) -> _Results:
         """Describe what a module has returned; raises `TypeError` if that is not made of tensors."""
-        each = []
-        for result in _listed(made):
+        each, kind = [], type(made) if isinstance(made, (tuple, list)) else None
+        for result in (made,) if kind is None else made:
             if not isinstance(result, torch.Tensor) or not result.dim():
                 raise TypeError(f"expected a tensor of rows or several, found {type(made).__name__}")
             each.append(_Result(tuple(result.shape[1:]), result.dtype))
-        return _Results(tuple(each), type(made) if isinstance(made, (tuple, list)) else None)
+        return _Results(tuple(each), kind)
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Results]] = WeakKeyDictionary()
@@ -77,11 +78,14 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     def fill(index: int) -> None:
         for pull in pulls:
             pull(stops[index])
-        rows = [pieces[index].clone() if writes else pieces[index] for pieces in read]
-        made = compute_rows(name, function, *rows)
+        rows = []
+        for pieces in read:
+            rows.append(pieces[index].clone() if writes else pieces[index])
+        run = function if RECORDING.recorder is None else partial(compute_rows, name, function)
+        made = run(*rows)
         if (found := _Results.of(made)) != results:
             raise RuntimeError(f"{name} was expected to return {results.each}, and returned {found.each}")
-        for places, part in zip(written, _listed(made), strict=True):
+        for places, part in zip(written, (made,) if results.kind is None else made, strict=True):
             places[index].copy_(part)
 
     progress = LazyRows(sizes, fill)
@@ -113,7 +117,3 @@ def _results_of(module: Any, function: Callable[..., Any], inputs: Sequence[torc
             zeros = [torch.zeros((TRIED_ROWS, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in inputs]
             known[key] = _Results.of(function(*zeros))
     return known[key]
-
-
-def _listed(made: Any) -> Sequence[torch.Tensor]:
-    return made if isinstance(made, (tuple, list)) else (made,)

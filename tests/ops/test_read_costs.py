@@ -37,7 +37,7 @@ MOST = {
     "layer norm": (lambda x: F.layer_norm(x, (WIDTH,), WEIGHT[0]), 31, 37),
     "rms norm": (lambda x: F.rms_norm(x, (WIDTH,), WEIGHT[0]), 119, 159),  # on CPUs six operators
     "linear": (lambda x: F.linear(x, WEIGHT, WEIGHT[0]), 25, 31),
-    "module": (lambda x: by_rows(MODULE, MODULE, x), 50, 66),
+    "module": (lambda x: by_rows(MODULE, MODULE, x), 42, 50),
     "view": (lambda x: x.view(2, ROWS // 2, WIDTH).transpose(0, 1), 24, 24),
     "whole read": (lambda x: x, 7, 7),
     "reader": (lambda x: x.cumsum(0), 9, 9),  # with the question whether its result is finished
