@@ -1,7 +1,8 @@
 """Measure the host cost of chunks, beyond the matmuls and collectives themselves.
 
-    python benchmarks/host_cost.py            operators and layers, a table of each
+    python benchmarks/host_cost.py            operators, layers and reads, a table of each
     python benchmarks/host_cost.py --layers   Megatron-core's layers alone, some seconds
+    python benchmarks/host_cost.py --reads    reads of unfinished rows alone, some seconds
 
 Operators. On shapes too small for the work to matter, the chunked operators are timed beside the same calls of
 ``torch.mm(out=)`` and torch.distributed by hand, on views made beforehand, in the same order. The difference is the
@@ -18,6 +19,11 @@ processor time of the calling thread, in which no cost can hide.
 Layers. The forward of Megatron-core's layers on 128 rows of 32 features, with gradients: its own, patched with
 COC_PARALLEL_NUM=auto, which leaves so small a layer whole, and patched with 4 chunks; processor time of the calling
 thread, medians of the slowest rank in microseconds.
+
+Reads. What an operator of a region costs the host where a wait takes no time: rows in 4 chunks whose all-reduces have
+finished, which nobody has waited for yet. An addition and a norm of such rows, with the read of their result, beside
+torch's own of finished rows; and a read of the rows themselves, beside nothing. Processor time of the calling thread,
+medians of the slowest rank in microseconds.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -37,6 +44,8 @@ from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parall
 
 import ascend_parallel
 from ascend_parallel import ops
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.unfinished import finished, unfinished
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
 
@@ -59,6 +68,13 @@ LAYER_SETTINGS: dict[str, dict[str, Any]] = {
     "left whole": {"auto": True},
     "4 chunks": {"num_chunks": 4},
 }
+READ_CHUNKS = 4
+RESIDUAL = torch.ones(READ_CHUNKS * ROWS, WIDTH)
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add": lambda x: x + RESIDUAL,
+    "norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "whole read": lambda x: x,
+}
 BUSY_LOAD = 0.5
 
 Call = Callable[[], object]
@@ -72,7 +88,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16], metavar="COUNT", help="default: 4 8 16")
     parser.add_argument("--calls", type=int, default=10, help="calls timed together in a round (default: 10)")
-    parser.add_argument("--layers", action="store_true", help="Megatron-core's layers alone")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--layers", action="store_true", help="Megatron-core's layers alone")
+    alone.add_argument("--reads", action="store_true", help="reads of unfinished rows alone")
     options = parser.parse_args()
     chunks = sorted(set(options.chunks))
     if min(chunks) < 2 or len(chunks) < 2:
@@ -80,9 +98,13 @@ def main() -> None:
     if options.ranks < 2 or options.rounds < 1 or options.calls < 1:
         parser.error("--ranks needs 2 or more, --rounds and --calls 1 or more")
     load = os.getloadavg()[0]
-    if not options.layers:
+    measure = partial(on_ranks, ranks=options.ranks, rounds=options.rounds, calls=options.calls)
+    if not options.layers and not options.reads:
         print(operators(options, chunks))
-    print(layers(on_ranks("host_cost:layer_times", options.ranks, rounds=options.rounds, calls=options.calls)))
+    if not options.reads:
+        print(layers(measure("host_cost:layer_times")))
+    if not options.layers:
+        print(reads(measure("host_cost:read_times")))
     if load > BUSY_LOAD:
         print(f"The machine was busy before (load {load:.1f}): wall is unreliable.")
 
@@ -103,6 +125,15 @@ def layers(measured: dict[str, dict[str, list[float]]]) -> str:
         cells.append([name, f"{own:.0f}", *(f"{took:.0f}" for took in patched), f"{patched[0] / own:.2f}"])
     found = table(["layer", *LAYER_SETTINGS, "left whole / megatron's"], cells)
     return f"{found}\n\nThe goal of a layer that is left whole is {LEFT_WHOLE_GOAL} times Megatron-core's own."
+
+
+def reads(measured: dict[str, dict[str, list[float]]]) -> str:
+    """Return the table of the reads."""
+    cells = []
+    for name, times in measured.items():
+        ours, torchs = (1e6 * median(times[who]) for who in ("unfinished", "torch"))
+        cells.append([name, f"{torchs:.0f}", f"{ours:.0f}", f"{ours - torchs:.0f}"])
+    return "\n" + table([f"rows in {READ_CHUNKS} chunks", "torch's own", "unfinished rows", "more"], cells)
 
 
 def rows(operator: str, by_count: dict[str, Times]) -> list[list[str]]:
@@ -181,6 +212,38 @@ def megatron_layer(kind: str, ranks: int, sequence_parallel: bool) -> tuple[Any,
     )
     own_rows = LAYER_ROWS // ranks if sequence_parallel and not row else LAYER_ROWS
     return made, torch.randn(own_rows, 1, FEATURES, requires_grad=True)
+
+
+def read_times(group: dist.ProcessGroup, rounds: int, calls: int) -> dict[str, dict[str, list[float]]]:
+    """Return the slowest rank's seconds of each read of unfinished rows, and of the same call of finished ones."""
+    torch.set_grad_enabled(False)
+    found = {name: {who: [0.0] * rounds for who in ("unfinished", "torch")} for name in READS}
+    for name, read in READS.items():
+        for index in range(-2, rounds):
+            for _ in range(calls):
+                for who, x in (("unfinished", arrived_rows(group)), ("torch", torch.ones_like(RESIDUAL))):
+                    begin = time.thread_time()
+                    y = finished(read(x))
+                    took = time.thread_time() - begin
+                    del x, y
+                    if index >= 0:
+                        found[name][who][index] += took / calls
+        for who, times in found[name].items():
+            slowest = torch.tensor(times, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            found[name][who] = slowest.tolist()
+    return found
+
+
+def arrived_rows(group: dist.ProcessGroup) -> torch.Tensor:
+    """Return unfinished rows, whose collectives have finished."""
+    x, sizes = torch.ones_like(RESIDUAL), (ROWS,) * READ_CHUNKS
+    pending = Pending(x, "all-reduces", group, READ_CHUNKS, sizes)
+    for chunk in x.split(ROWS):
+        pending.launch(dist.all_reduce, chunk, group=group, async_op=True)
+    while not pending.done():
+        time.sleep(0)
+    return unfinished(pending, 1)
 
 
 def compare(operator: str, count: int, cases: dict[str, Call], rounds: int, calls: int) -> Times:

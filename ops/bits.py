@@ -151,6 +151,10 @@ def _finish_collectives(what: str, group: dist.ProcessGroup, device: torch.devic
 
     A collective in flight keeps compute units until all its ranks have some. Ranks that share a card could then wait
     for each other: one in its probe, the other in a collective for which the probing rank has no unit left.
+
+    The host has to know, since it tells the others; and the whole device has to be idle: a framework's own collectives,
+    such as sums of gradients, run in streams that nobody else can name, so no event stands behind them. This is
+    once for a model whose layers are known before its first call, else once for each shape.
     """
     exchange(group, what, {}, CollectiveError, topic="capture")  # raises before the device is waited for
     if torch.accelerator.is_available():

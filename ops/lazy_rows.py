@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from ascend_parallel.ops.probing import in_inference_mode, without_grad_and_modes
-from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.probing import modes_are_on, without_grad_and_modes
+from ascend_parallel.ops.rows import Sizes, stops_of
 
 
 class LazyRows:
@@ -20,76 +20,123 @@ class LazyRows:
 
     Filling a chunk may ask for the rows that it is made of in turn, so a chunk is pulled through a whole chain of
     operators. There is no scheduler: the order of the reads is the order of the work.
+
+    A reader pays for streams, modes and autograd once, in `up_to`. What it pulls in turn is only filled, in `pull`: on
+    a device a wait takes no time, and the host's calls are all that a read costs.
     """
 
-    def __init__(self, sizes: Sizes, fill: Callable[[int], object], part_of: LazyRows | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        fill: Callable[..., object],
+        part_of: LazyRows | None = None,
+        *,
+        at_once: bool = False,
+        check: Callable[[], object] | None = None,
+        done: Callable[[], object] | None = None,
+    ) -> None:
         """Hold chunks of `sizes` rows; ``fill(i)`` finishes chunk i, and is called once for each, in order.
 
         part_of: the rows of which these are some, in the same memory; who changes some, changes the others' memory.
+        at_once: ``fill(i, stop)`` finishes the chunks from i to before `stop`, as many as a reader asks for.
+        check: called before chunks are filled; it raises if they can no longer be.
+        done: called once, when all rows are there.
         """
         self.sizes = tuple(sizes)
-        self._stops = list(accumulate(sizes))
-        self._fill: Callable[[int], object] | None = fill
+        self._stops = stops_of(self.sizes)
+        self.count = self._stops[-1] if self._stops else 0
+        self._fill: Callable[..., object] | None = fill
+        self._at_once, self._check, self._done = at_once, check, done
         self._next = 0
         self.filled, self.finished = 0, not self._stops  # the number of finished rows; whether all are there
         self._filling = False
         self._lock = threading.RLock()  # two threads of a program may read the same rows
         self._inference = torch.is_inference_mode_enabled()  # memory of that mode may be written there alone
-        self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
-        self._whole: LazyRows = self if part_of is None else part_of._whole
+        self._stream = torch.accelerator.current_stream() if has_streams() else None
+        self._part_of: LazyRows | None = None if part_of is None else part_of._part_of or part_of
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
 
     def up_to(self, stop: int) -> None:
-        """Finish all rows before `stop`, for a reader in the current stream.
+        """Finish all rows before `stop`, for a reader in the current stream, without autograd and modes.
 
         The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
         another stream has waited for that call, and knows nothing of readers that came between.
         """
-        if self._stream is None or (current := torch.accelerator.current_stream()) == self._stream:
-            if not self.finished and self.filled < stop:
-                self._fill_up_to(stop)
+        if self._stream is not None and (current := torch.accelerator.current_stream()) != self._stream:
+            self._up_to_in_its_stream(stop, current)
+        elif self.finished or self.filled >= stop:
             return
+        elif _THREAD.fills and torch.is_inference_mode_enabled() == self._inference:
+            self.pull(stop)
+        else:
+            outer, _THREAD.fills = _THREAD.fills, True
+            try:
+                if modes_are_on(self._inference):
+                    with without_grad_and_modes(self._inference):
+                        self.pull(stop)
+                else:
+                    with torch.no_grad(), torch._C.DisableTorchFunction():
+                        self.pull(stop)
+            finally:
+                _THREAD.fills = outer
+
+    def _up_to_in_its_stream(self, stop: int, current: torch.Stream) -> None:
+        assert self._stream is not None
         torch.accelerator.set_stream(self._stream)
         try:
-            self._fill_up_to(stop)
+            self.up_to(stop)
         finally:
             torch.accelerator.set_stream(current)
         current.wait_stream(self._stream)
 
-    def _fill_up_to(self, stop: int) -> None:
+    def pull(self, stop: int) -> None:
+        """Finish all rows before `stop`, inside a fill of rows that were made in the same stream and mode."""
         if self.finished or self.filled >= stop:
             return
-        if _THREAD.fills and torch.is_inference_mode_enabled() == self._inference:
-            self._up_to(stop)
-        else:
-            with _filling(self._inference):
-                self._up_to(stop)
-
-    def _up_to(self, stop: int) -> None:
         with self._lock:
+            last = min(bisect_left(self._stops, stop) + 1, len(self._stops))
+            if self._check is not None and self._next < last:
+                self._check()
             self._filling = True
             try:
-                while not self.finished and self.filled < stop:
+                while self._next < last:
                     assert self._fill is not None
-                    self._fill(self._next)
-                    self.filled = self._stops[self._next]
-                    self._next += 1
+                    if self._at_once:
+                        self._fill(self._next, last)
+                    else:
+                        self._fill(self._next)
+                    self._next = last if self._at_once else self._next + 1
+                    self.filled = self._stops[self._next - 1]
                     self.finished = self._next == len(self._stops)
             finally:
                 self._filling = False
         if self.finished:
-            self._fill = None  # and what it holds
-            followers, self._followers = self._followers, []
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what the rows were made of, and finish what follows them."""
+        self._fill = self._check = None
+        done, self._done = self._done, None
+        followers, self._followers = self._followers, []
+        if done is not None:
+            done()
+        if followers:
             finish_all(followers)
 
     def finish(self) -> None:
         """Finish all rows."""
-        self.up_to(self._stops[-1] if self._stops else 0)
+        self.up_to(self.count)
 
-    def read_by(self, reader: LazyRows) -> None:
-        """Note rows that are made of these."""
-        self._whole._readers.append(weakref.ref(reader))
+    def puller(self, reader: LazyRows) -> Callable[[int], object]:
+        """Return what finishes these rows up to a row inside a fill of other rows."""
+        alike = (self._stream, self._inference) == (reader._stream, reader._inference)
+        return self.pull if alike else self.up_to
+
+    def read_by(self, reader: LazyRows) -> Callable[[int], object]:
+        """Note rows that are made of these, and return the `puller` for them."""
+        (self._part_of or self)._readers.append(weakref.ref(reader))
+        return self.puller(reader)
 
     def followed_by(self, follower: LazyRows) -> None:
         """Finish other rows as soon as these are finished."""
@@ -98,11 +145,12 @@ class LazyRows:
     @property
     def is_part(self) -> bool:
         """Whether these are some rows of others."""
-        return self._whole is not self
+        return self._part_of is not None
 
     def finish_readers(self) -> None:
         """Finish the rows that are made of these, which may change."""
-        readers, self._whole._readers = self._whole._readers, []
+        whole = self._part_of or self
+        readers, whole._readers = whole._readers, []
         finish_all(readers)
 
     def settle(self) -> None:
@@ -113,21 +161,22 @@ class LazyRows:
             if (reader := reference()) is not None:
                 reader.settle()
 
-    def change(self, act: Callable[[int, int], object]) -> None:
-        """Change all rows by ``act(start, stop)``: those that are there now, the others once they are."""
+    def change(self, act: Callable[[int], object]) -> None:
+        """Change all rows, by ``act(i)`` those of chunk i: those that are there now, the others once they are."""
         self.finish_readers()
-        fill, bounds = self._fill, list(pairwise((0, *self._stops)))
-        if self.filled:
-            with _filling(self._inference):
-                act(0, self.filled)
+        fill = self._fill
+        if self._next:
+            with without_grad_and_modes(self._inference):
+                for index in range(self._next):
+                    act(index)
         if fill is None:
             return
 
         def fill_and_change(index: int) -> None:
             fill(index)
-            act(*bounds[index])
+            act(index)
 
-        self._fill = fill_and_change
+        self._fill, self._at_once = fill_and_change, False
 
 
 class _Thread(threading.local):
@@ -139,19 +188,10 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-@contextmanager
-def _filling(inference: bool) -> Iterator[None]:
-    """Run a fill without autograd and modes, `inference` apart; entering these takes longer than a small operator."""
-    if _THREAD.fills:
-        with in_inference_mode(inference), torch.no_grad():
-            yield
-        return
-    with without_grad_and_modes(inference):
-        _THREAD.fills = True
-        try:
-            yield
-        finally:
-            _THREAD.fills = False
+@cache
+def has_streams() -> bool:
+    """Tell whether this machine has an accelerator; that is asked once."""
+    return torch.accelerator.is_available()
 
 
 def finish_all(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
@@ -161,8 +201,7 @@ def finish_all(references: Sequence[weakref.ReferenceType[LazyRows]]) -> None:
             rows.finish()
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Where the rows of a tensor lie: its first `lead` dimensions are blocks times rows of a block.
 
     Usually there is one block. An embedding's tensor has a block for each sequence: the chunks of `progress` finish the

@@ -122,6 +122,16 @@ def without_grad_and_modes(inference: bool = False) -> Iterator[None]:
         yield
 
 
+def modes_are_on(inference: bool) -> bool:
+    """Tell whether `without_grad_and_modes` has more to switch off, or on, than autograd and functions of torch's."""
+    return bool(
+        torch.is_inference_mode_enabled() != inference
+        or torch._C._len_torch_dispatch_stack()
+        or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
+        or any(map(torch.is_autocast_enabled, _autocast_devices()))
+    )
+
+
 def in_inference_mode(inference: bool) -> AbstractContextManager[object]:
     """Return a context that is in inference mode, or is not; to leave the mode turns autograd on."""
     return nullcontext() if torch.is_inference_mode_enabled() == inference else torch.inference_mode(inference)

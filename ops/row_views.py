@@ -6,85 +6,128 @@ one, several rows where the tensor has one, or some of the rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
+from ascend_parallel.ops.rows import Sizes
+
+
+class Layout(NamedTuple):
+    """Where the elements of a tensor lie: its shape, its strides, and its offset from the memory of the rows."""
+
+    shape: Sizes
+    strides: Sizes
+    offset: int = 0
+
+
+class _Found(NamedTuple):
+    """The rows of a view.
+
+    sizes, stops: of rows of the view's own, and up to which of the tensor's rows each chunk of them asks; empty: the
+    view has the tensor's chunks.
+    """
+
+    blocks: int
+    lead: int
+    sizes: Sizes = ()
+    stops: Sizes = ()
 
 
 def rows_of_view(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> Rows | None:
     """Return the rows of a view of `value`, whose rows are `rows`; None: the view has no rows of it."""
-    if view.dtype != value.dtype or not view.numel() or not value.numel():
+    progress, blocks, lead = rows
+    if view.dtype != value.dtype:
         return None
-    if (lead := _same_rows(value, rows.lead, view)) is not None:
-        return Rows(rows.progress, rows.blocks, lead)
-    if (blocks := _turned_blocks(value, rows, view)) is not None:
-        return Rows(rows.progress, blocks, 1)
-    if (finer := _finer_rows(value, rows, view)) is not None:
+    layout = Layout(view.shape, view.stride(), int(view.storage_offset()) - int(value.storage_offset()))
+    found = _found(Layout(value.shape, value.stride()), blocks, lead, progress.sizes, progress.is_part, layout)
+    if found is None:
+        return None
+    if not found.sizes:
+        return Rows(progress, found.blocks, found.lead)
+    pull: Callable[[int], object]
+
+    def fill(index: int) -> None:
+        pull(found.stops[index])
+
+    part = LazyRows(found.sizes, fill, part_of=progress)
+    pull = progress.puller(part)
+    if not found.lead:  # one row
+        part.finish()
+    return Rows(part, found.blocks, found.lead)
+
+
+@lru_cache(maxsize=4096)
+def _found(value: Layout, blocks: int, lead: int, sizes: Sizes, is_part: bool, view: Layout) -> _Found | None:
+    """Return the rows of a view of a tensor, of which `lead` dimensions are `blocks` of chunks of `sizes` rows."""
+    if 0 in view.shape or 0 in value.shape:
+        return None
+    length = sum(sizes)
+    if (same := _same_rows(value, lead, view)) is not None:
+        return _Found(blocks, same)
+    if (turned := _turned_blocks(value, lead, blocks, length, view)) is not None:
+        return _Found(turned, 1)
+    if blocks == 1 and (finer := _finer_rows(value, lead, sizes, view)) is not None:
         return finer
-    if (part := _some_rows(value, rows, view)) is None:
+    if (part := _some_rows(value, lead, blocks, length, view)) is None:
         return None
     stop, blocks, lead = part
-    length, source = prod(view.shape[:lead]) // blocks, rows.progress
-    if length == sum(source.sizes) and not source.is_part and lead:
-        return Rows(source, blocks, lead)
-    progress = LazyRows((length,), lambda _: source.up_to(stop), part_of=source)
-    if not lead:  # one row
-        progress.finish()
-    return Rows(progress, blocks, lead)
+    rows = prod(view.shape[:lead]) // blocks
+    if rows == length and not is_part and lead:
+        return _Found(blocks, lead)
+    return _Found(blocks, lead, (rows,), (stop,))
 
 
-def _same_rows(value: torch.Tensor, lead: int, view: torch.Tensor) -> int | None:
+def _same_rows(value: Layout, lead: int, view: Layout) -> int | None:
     """Return the number of leading dimensions of a view that has each row of a tensor in the same place, else None."""
     count = prod(value.shape[:lead])
-    new = next((n for n in range(view.dim() + 1) if prod(view.shape[:n]) == count), None)
+    new = next((n for n in range(len(view.shape) + 1) if prod(view.shape[:n]) == count), None)
     if new is None:
         return None
     step = _row_step(value, lead)
     if step is None or _row_step(view, new) != step:
         return None
-    first = int(view.storage_offset()) - int(value.storage_offset())
-    return new if _inside(view, new, first, step) else None
+    return new if _inside(view, new, view.offset, step) else None
 
 
-def _turned_blocks(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> int | None:
+def _turned_blocks(value: Layout, lead: int, blocks: int, length: int, view: Layout) -> int | None:
     """Return the blocks of a view [s, b, ...] of a tensor [b, s, ...], whose rows are those of all b; else None."""
-    step = _row_step(value, rows.lead)
-    if step is None or view.dim() < 2 or view.shape[1] == 1 or rows.blocks % view.shape[1]:
+    step = _row_step(value, lead)
+    if step is None or len(view.shape) < 2 or view.shape[1] == 1 or blocks % view.shape[1]:
         return None
-    blocks = rows.blocks // view.shape[1]
-    length = blocks * sum(rows.progress.sizes)
-    first = int(view.storage_offset()) - int(value.storage_offset())
-    turned = (view.shape[0], *view.stride()[:2]) == (length, step, length * step)
-    return blocks if turned and _inside(view, 2, first, step) else None
+    blocks //= view.shape[1]
+    length *= blocks
+    turned = (view.shape[0], *view.strides[:2]) == (length, step, length * step)
+    return blocks if turned and _inside(view, 2, view.offset, step) else None
 
 
-def _finer_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> Rows | None:
+def _finer_rows(value: Layout, lead: int, sizes: Sizes, view: Layout) -> _Found | None:
     """Return the rows of a view in which each row of a tensor has become the same number of rows; else None."""
-    step, source = _row_step(value, rows.lead), rows.progress
-    if step is None or rows.blocks > 1 or view.storage_offset() != value.storage_offset():
+    step = _row_step(value, lead)
+    if step is None or view.offset:
         return None
-    stops = list(accumulate(source.sizes))
-    for lead in range(1, view.dim() + 1):
-        each, rest = divmod(prod(view.shape[:lead]), sum(source.sizes))
-        if not rest and each > 1 and _row_step(view, lead) == step // each and _inside(view, lead, 0, step // each):
-            sizes = tuple(each * size for size in source.sizes)
-            return Rows(LazyRows(sizes, lambda index: source.up_to(stops[index]), part_of=source), 1, lead)
+    for new in range(1, len(view.shape) + 1):
+        each, rest = divmod(prod(view.shape[:new]), sum(sizes))
+        if not rest and each > 1 and _row_step(view, new) == step // each and _inside(view, new, 0, step // each):
+            return _Found(1, new, tuple(each * size for size in sizes), tuple(accumulate(sizes)))
     return None
 
 
-def _inside(view: torch.Tensor, lead: int, first: int, step: int) -> bool:
+def _inside(view: Layout, lead: int, first: int, step: int) -> bool:
     """Tell whether the elements of a row of a view lie inside a row of `step` elements, from its element `first` on."""
-    extent = sum((size - 1) * stride for size, stride in zip(view.shape[lead:], view.stride()[lead:], strict=True))
+    extent = sum((size - 1) * stride for size, stride in zip(view.shape[lead:], view.strides[lead:], strict=True))
     return first >= 0 and first + extent < step
 
 
-def _row_step(tensor: torch.Tensor, lead: int) -> int | None:
+def _row_step(tensor: Layout, lead: int) -> int | None:
     """Return the distance of neighbouring rows in memory, the same for all rows; else None."""
     step = expected = None
-    for size, stride in zip(reversed(tensor.shape[:lead]), reversed(tensor.stride()[:lead]), strict=True):
+    for size, stride in zip(reversed(tensor.shape[:lead]), reversed(tensor.strides[:lead]), strict=True):
         if size == 1:
             continue
         if step is None:
@@ -93,42 +136,41 @@ def _row_step(tensor: torch.Tensor, lead: int) -> int | None:
             return None
         expected = stride * size
     if step is None:  # a single row: nothing lies behind it
-        return max(1, tensor.numel())
+        return max(1, prod(tensor.shape))
     return step
 
 
-def _some_rows(value: torch.Tensor, rows: Rows, view: torch.Tensor) -> tuple[int, int, int] | None:
+def _some_rows(value: Layout, lead: int, blocks: int, length: int, view: Layout) -> tuple[int, int, int] | None:
     """Return the row of a block behind the last that a view has, and its blocks and leading dimensions; else None.
 
     The view has neighbouring rows of one block, or the same rows of every block.
     """
-    step, length = _row_step(value, rows.lead), sum(rows.progress.sizes)
+    step = _row_step(value, lead)
     if step is None:
         return None
-    offset = int(view.storage_offset()) - int(value.storage_offset())
-    row, first = divmod(offset, step)
-    for lead in range(view.dim() + 1):
-        if lead and view.shape[lead - 1] != 1 and view.stride(lead - 1) < step:
+    row, first = divmod(view.offset, step)
+    for new in range(len(view.shape) + 1):
+        if new and view.shape[new - 1] != 1 and view.strides[new - 1] < step:
             break
-        if not _inside(view, lead, first, step):
+        if not _inside(view, new, first, step):
             continue
-        if rows.blocks > 1 and lead >= 2 and view.shape[0] == rows.blocks and view.stride(0) == length * step:
-            inner = view[0]
-            if _row_step(inner, lead - 1) in (step, max(1, inner.numel())) and row < length:
-                stop = row + prod(inner.shape[: lead - 1])
-                return (stop, rows.blocks, lead) if stop <= length else None
-        count = prod(view.shape[:lead])
-        if count > 1 and _row_step(view, lead) != step:
+        if blocks > 1 and new >= 2 and view.shape[0] == blocks and view.strides[0] == length * step:
+            inner = Layout(view.shape[1:], view.strides[1:])
+            if _row_step(inner, new - 1) in (step, max(1, prod(inner.shape))) and row < length:
+                stop = row + prod(inner.shape[: new - 1])
+                return (stop, blocks, new) if stop <= length else None
+        count = prod(view.shape[:new])
+        if count > 1 and _row_step(view, new) != step:
             continue
         start = row % length
         if start + count <= length:
-            return start + count, 1, lead
+            return start + count, 1, new
     return None
 
 
-def blocks_of(tensor: torch.Tensor, rows: Rows, lead: int) -> tuple[torch.Tensor, ...]:
-    """Return each block of a tensor with its rows as the first dimension: [length, ...].
+def pieces_of(blocks: torch.Tensor, sizes: Sizes) -> Sequence[torch.Tensor]:
+    """Return blocks of rows [blocks, length, ...] chunk by chunk, and each chunk block by block.
 
     A kernel may depend on whether its operands are contiguous, so an operator runs on each block.
     """
-    return tensor.view(rows.blocks, sum(rows.progress.sizes), *tensor.shape[lead:]).unbind()
+    return [piece for chunk in blocks.split_with_sizes(sizes, 1) for piece in chunk.unbind()]

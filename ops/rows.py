@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 
 # Every cut is at a multiple of this many rows. Shorter or odd chunks changed a matmul's bits in every dtype
@@ -24,6 +24,12 @@ STEEPEST = 2
 DEVICE_TILE = 256
 
 Sizes = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def stops_of(sizes: Sizes) -> Sizes:
+    """Return the row behind each chunk."""
+    return tuple(accumulate(sizes))
 
 
 @lru_cache(maxsize=4096)

@@ -19,10 +19,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,17 +32,25 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
-from ascend_parallel.ops.probing import (
-    ROW_MAJOR,
-    TRANSPOSED,
-    Pieces,
-    first_with_same_bits,
-    log_time,
-    without_grad_and_modes,
-)
+from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, Pieces, first_with_same_bits, log_time
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, matmul_in_words
 from ascend_parallel.ops.record import compute_rows
-from ascend_parallel.ops.row_views import blocks_of, rows_of_view
+from ascend_parallel.ops.row_operator import (
+    Argument,
+    Constant,
+    Cut,
+    Like,
+    Named,
+    Result,
+    RowOperator,
+    RowPlan,
+    Unchanged,
+    listed,
+    plan_of,
+    plan_of_change,
+    results_of,
+)
+from ascend_parallel.ops.row_views import rows_of_view
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import usual_backend
 
@@ -87,8 +94,8 @@ ENDS: Counter[str] = Counter()
 """The functions that waited for all rows of an unfinished tensor, with their number, for display."""
 
 
-_LATEST: weakref.WeakKeyDictionary[dist.ProcessGroup, Pending] = weakref.WeakKeyDictionary()
-"""The latest collectives of each group whose rows are unfinished."""
+_UNREAD: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Pending]] = weakref.WeakKeyDictionary()
+"""The collectives of each group that nobody has waited for: the latest that left rows unfinished."""
 
 
 class UnfinishedTensor(torch.Tensor):
@@ -122,17 +129,17 @@ class UnfinishedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere autograd has taken it to pieces
             return func.decompose(*args, **kwargs)
-        if all(kind is UnfinishedTensor for kind in types) and (_any_unfinished(args, kwargs) or _is_view(func)):
-            result = _by_rows(func, args, kwargs)
-            if result is not NotImplemented:
-                if func in STORES and in_backward():
-                    _note_gradient()
-                return result
+        by_rows = _by_rows(func) if set(types) == _ALONE else None
+        if by_rows is not None and (result := by_rows(func, args, kwargs)) is not NotImplemented:
+            if func in STORES and in_backward():
+                _note_gradient()
+            return result
         return _whole(func, args, kwargs)
 
     def finished(self) -> torch.Tensor:
         """Return the whole tensor, with torch's own memory, to read; waits for its rows."""
-        self._rows.progress.finish()
+        progress = self._rows.progress
+        progress.up_to(progress.count)
         return self._value
 
     def _given_away(self) -> torch.Tensor:
@@ -206,6 +213,9 @@ class UnfinishedTensor(torch.Tensor):
         return plain
 
 
+_ALONE = {UnfinishedTensor}
+
+
 class _Plain(torch.autograd.Function):
     """An operator on an unfinished tensor gives another one, so a plain tensor in its graph needs a function."""
 
@@ -256,10 +266,10 @@ def arriving(x_m: torch.Tensor, blocks: int = 1) -> tuple[torch.Tensor, Callable
     """
     if not isinstance(x_m, UnfinishedTensor):
         return x_m, None
-    rows, before = x_m._rows, (blocks - 1) * (x_m.shape[0] // blocks)
-    if rows.blocks == blocks:
-        before = 0
-    return x_m._value, lambda stop: rows.progress.up_to(before + stop)
+    up_to, before = x_m._rows.progress.up_to, (blocks - 1) * (x_m.shape[0] // blocks)
+    if x_m._rows.blocks == blocks or not before:
+        return x_m._value, up_to
+    return x_m._value, lambda stop: up_to(before + stop)
 
 
 def may_stay_unfinished(sizes: Sizes, least_rows: int) -> bool:
@@ -282,21 +292,21 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
         return pending.wait()
     sizes = pending.sizes
     COUNTS.add(counted, len(sizes), 0)
-    if (earlier := _LATEST.pop(pending.group, None)) is not None:
-        earlier.wait()  # nobody may have read its rows
-    _LATEST[pending.group] = pending
-
-    def fill(index: int) -> None:
-        pending.wait_for(index)
-        if index == len(sizes) - 1 and _LATEST.get(pending.group) is pending:
-            del _LATEST[pending.group]
-
-    progress = LazyRows(sizes, fill)
+    unread = _UNREAD.setdefault(pending.group, set())
+    _wait_for(unread)
+    unread.add(pending)
+    progress = LazyRows(sizes, pending.wait_for, at_once=True, done=partial(unread.discard, pending))
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
     _register_optimizer_step_pre_hook()
     _ROOTS.add(progress)
     return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
+
+
+def _wait_for(unread: set[Pending]) -> None:
+    """Wait for collectives whose rows nobody has asked for, or nobody holds any more."""
+    while unread:
+        unread.pop().wait()
 
 
 def in_backward() -> bool:
@@ -346,6 +356,8 @@ def settle(*_: object) -> None:
     for root in list(_ROOTS):
         root.settle()
     _ROOTS.clear()
+    for unread in list(_UNREAD.values()):
+        _wait_for(unread)
     while _GRADIENTS:  # of a backward that failed
         _finish_gradients(_GRADIENTS.popitem()[1])
 
@@ -362,14 +374,7 @@ def postponed(
 
     reads: the tensors of which it is made; `name` names it in an error, if one of them has changed before.
     """
-    unchanged = list(map(_Unchanged, reads))
-
-    def fill(_: int) -> None:
-        for operand in unchanged:
-            operand.check(name)
-        write()
-
-    progress = LazyRows((1,), fill)
+    progress = LazyRows((1,), lambda _: write(), check=Unchanged(name, list(map(_with_memory, reads))).check)
     reference = weakref.ref(progress)
     while len(IDLE_WORK) >= MOST_POSTPONED:
         IDLE_WORK.popleft()()
@@ -378,43 +383,21 @@ def postponed(
     return UnfinishedTensor(value, Rows(progress, 1, 0))
 
 
-def _any_unfinished(args: Any, kwargs: Any) -> bool:
-    return any(not tensor._rows.progress.finished for tensor in _unfinished_in(args, kwargs))
-
-
-def _unfinished_in(args: Any, kwargs: Any) -> list[UnfinishedTensor]:
-    return [leaf for leaf in _tensors_in((*args, *kwargs.values())) if isinstance(leaf, UnfinishedTensor)]
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operator's arguments, which may be lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
+def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor, tensor._value if isinstance(tensor, UnfinishedTensor) else tensor
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function on finished tensors."""
     given: dict[int, UnfinishedTensor] = {}
-
-    changes = may_write(func)
-
-    def unwrapped(leaf: Any) -> Any:
-        if not isinstance(leaf, UnfinishedTensor):
-            return leaf
-        if changes:
-            leaf._rows.progress.finish_readers()
-        if not leaf._rows.progress.finished:
-            ENDS[str(func)] += 1
-        value = leaf.finished()
-        given[id(value)] = leaf
-        return value
-
-    args, kwargs = _mapped(unwrapped, args), {name: _mapped(unwrapped, value) for name, value in kwargs.items()}
+    args, kwargs = list(args), dict(kwargs)
+    for place, value in enumerate(args):
+        if isinstance(value, (UnfinishedTensor, list, tuple)):
+            args[place] = _read_by(func, value, given)
+    for name, value in kwargs.items():
+        kwargs[name] = _read_by(func, value, given)
     results = func(*args, **kwargs)
-    if not given or not changes:
+    if not given or not may_write(func):
         return results
     for value, leaf in ((leaf._value, leaf) for leaf in given.values()):
         if (value.shape, value.stride()) != (leaf.shape, leaf.stride()):
@@ -422,39 +405,46 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), results)  # a function in place returns its argument
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return an operator's arguments with a function of each leaf; they hold lists and tuples alone."""
+def _read_by(func: Any, value: Any, given: dict[int, UnfinishedTensor]) -> Any:
+    """Return an argument of a function, or a list of them, with finished tensors; note in `given` whose they are."""
     if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(function, each) for each in value])
-    return function(value)
+        return type(value)([_read_by(func, each, given) for each in value])
+    if not isinstance(value, UnfinishedTensor):
+        return value
+    progress = value._rows.progress
+    if may_write(func):
+        progress.finish_readers()
+    if not progress.finished:
+        ENDS[str(func)] += 1
+    progress.up_to(progress.count)
+    memory = value._value
+    given[id(memory)] = value
+    return memory
 
 
-def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function of unfinished rows without waiting for all of them, or return NotImplemented."""
-    x: Any = args[0] if args else None
+@lru_cache(maxsize=512)
+def _by_rows(func: Any) -> Callable[..., Any] | None:
+    """Return what runs a function of unfinished rows without waiting for all of them; None: nothing does.
+
+    It takes the function, its arguments and keyword arguments, and may return NotImplemented.
+    """
     if func in MATMULS:
-        return _matmul(func, args, kwargs)
+        return _matmul
     if func in FACTORIES:
-        return func(x._value, *args[1:], **kwargs)
+        return lambda func, args, kwargs: func(args[0]._value, *args[1:], **kwargs)
     if func is aten.detach.default or func is aten.alias.default:
-        return UnfinishedTensor(func(x._value), x._rows)
+        return lambda func, args, kwargs: UnfinishedTensor(func(args[0]._value), args[0]._rows)
     if _is_view(func):
-        return _view(func, args, kwargs) if isinstance(x, UnfinishedTensor) else NotImplemented
-    if (torch.Tag.pointwise in func.tags and not _draws(func)) or func in CASTS:
-        if isinstance(x, torch.Tensor) and kwargs.get("device") == x.device:  # as autograd writes a cast
-            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-        if kwargs.get("device") is not None or "out" in kwargs or (func is aten.clone.default and _retains()):
-            return NotImplemented
-        return _changed(func, args, kwargs) if func._schema.is_mutable else _rowwise(func, args, kwargs, None)
-    if not isinstance(x, UnfinishedTensor) or len(args) < 2:
-        return NotImplemented
+        return _view
+    if func in CASTS:
+        return _cast
+    if torch.Tag.pointwise in func.tags and not _draws(func):
+        return _changed if func._schema.is_mutable else _rowwise
     if func in ALONG_SHAPE:
-        return _rowwise(func, args, kwargs, len(args[1]))
-    if func in ALONG_DIMS and args[1]:
-        dims = [dim % x.dim() - x.dim() for dim in args[1]]  # a chunk has fewer leading dimensions
-        made = _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
-        return _once_all(func, args, kwargs) if made is NotImplemented and in_backward() else made
-    return _norm_backward(func, args) if func in NORM_BACKWARDS and not kwargs else NotImplemented
+        return _along_shape
+    if func in ALONG_DIMS:
+        return _along_dims
+    return _norm_backward if func in NORM_BACKWARDS else None
 
 
 @lru_cache(maxsize=512)
@@ -484,168 +474,94 @@ def _draws(func: Any) -> bool:
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """Return views of an unfinished tensor, unfinished too: of all rows, or of some."""
-    x: UnfinishedTensor = args[0]
+    x = args[0]
+    if not isinstance(x, UnfinishedTensor):
+        return NotImplemented
     views = func(x._value, *args[1:], **kwargs)
     made: list[UnfinishedTensor] = []
-    for view in (views,) if isinstance(views, torch.Tensor) else views:
+    for view in listed(views):
         if (rows := rows_of_view(x._value, x._rows, view)) is None:
             return NotImplemented
         made.append(UnfinishedTensor(view, rows))
     return made[0] if isinstance(views, torch.Tensor) else made
 
 
-class _Operands:
-    """The arguments of an operator that runs chunk by chunk."""
+def _described(args: Any, kwargs: Any) -> tuple[list[Any], tuple[Argument, ...], Named] | None:
+    """Return an operator's arguments with the memory of each tensor, and what describes these and those by name.
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, like: UnfinishedTensor, dims: int) -> None:
-        """Find the rows of every tensor; `dims`: the number of dimensions of the result. Raises `_NotByRows`."""
-        self._name = func._schema.name
-        self._changes = args[0] if func._schema.is_mutable else None
-        self.rows, self._args, self._kwargs = like._rows, list(args), kwargs
-        if _hold_tensors(args, kwargs):
-            raise _NotByRows
-        self.sources: list[LazyRows] = []
-        self._read: list[_Unchanged] = []
-        self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
-        lead, shape = like._rows.lead, like.shape[: like._rows.lead]
-        for place, leaf in enumerate(args):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if leaf.dim() == dims and leaf.shape[:lead] == shape:
-                value = self._source(leaf)
-                try:
-                    self._cut[place] = blocks_of(value, like._rows, lead)
-                except RuntimeError as error:  # its rows are not evenly spaced
-                    raise _NotByRows from error
-            elif isinstance(leaf, UnfinishedTensor) or any(
-                size != 1 for size in leaf.shape[: max(0, leaf.dim() - (dims - lead))]
-            ):
-                raise _NotByRows
-            else:  # as small as a row; FSDP may free a norm's weight before the rows are there
-                self._args[place] = leaf.reshape(leaf.shape[max(0, leaf.dim() - (dims - lead)) :]).clone()
-
-    def _source(self, leaf: torch.Tensor) -> torch.Tensor:
-        if leaf is not self._changes:
-            if leaf.is_inference() and not is_unfinished(leaf):
-                return finished(leaf).clone()  # it has no version that would tell of a change
-            self._read.append(_Unchanged(leaf))
-        if not isinstance(leaf, UnfinishedTensor):
-            return leaf
-        if leaf._rows.progress.finished:
-            return leaf.finished()
-        mine, theirs = self.rows, leaf._rows
-        if (theirs.blocks, sum(theirs.progress.sizes)) != (mine.blocks, sum(mine.progress.sizes)):
-            raise _NotByRows
-        self.sources.append(leaf._rows.progress)
-        return leaf._value
-
-    def wait(self, stop: int) -> None:
-        """Wait for the rows before `stop`."""
-        for source in self.sources:
-            source.up_to(stop)
-
-    def chunk(self, block: int, start: int, stop: int) -> Any:
-        """Return arguments and keyword arguments of some rows of a block."""
-        for read in self._read:
-            read.check(self._name)
-        args = list(self._args)
-        for place, blocks in self._cut.items():
-            args[place] = blocks[block][start:stop]
-        return args, self._kwargs
+    None: there are tensors in lists, or by name.
+    """
+    memory = list(args)
+    likes: list[Argument] = []
+    named: list[tuple[str, Constant]] = []
+    for place, value in enumerate(args):
+        at: tuple[Any, ...] = ()
+        if isinstance(value, UnfinishedTensor):
+            progress, blocks, lead = value._rows
+            memory[place] = value._value
+            if progress.finished:
+                progress.up_to(progress.count)  # a read, maybe in another stream
+            else:
+                at = (blocks, lead, progress.sizes)
+        if isinstance(value, torch.Tensor):
+            likes.append(Like(value.shape, value.stride(), value.dtype, *at))
+        elif (constant := Constant.of(value)) is None:
+            return None
+        else:
+            likes.append(constant)
+    for name, value in kwargs.items():
+        if (constant := Constant.of(value)) is None:
+            return None
+        named.append((name, constant))
+    return memory, tuple(likes), tuple(named)
 
 
-def _hold_tensors(args: Any, kwargs: Any) -> bool:
-    """Tell whether there are tensors in lists, or in arguments that are given by name."""
-    lists = [value for value in args if isinstance(value, (list, tuple))]
-    return any(True for _ in _tensors_in((*lists, *kwargs.values())))
-
-
-class _Unchanged:
-    """A tensor that rows are made of later: it has to be then as it is now."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._state = tensor, _version_and_bytes(tensor)
-
-    def check(self, reader: str) -> None:
-        if _version_and_bytes(self._tensor) != self._state:
-            raise RuntimeError(
-                f"{reader} of a region reads a tensor of shape {list(self._tensor.shape)} that was changed in place, "
-                "or freed, before the rows of its other operand had come; COC_REGION=0 runs the layers one by one"
-            )
-
-
-def _version_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    memory = tensor._value if isinstance(tensor, UnfinishedTensor) else tensor
-    return 0 if tensor.is_inference() else tensor._version, memory.untyped_storage().nbytes()
-
-
-class _NotByRows(Exception):
-    """An operator whose result cannot be computed row by row."""
-
-
-def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None) -> Any:
+def _rowwise(func: Any, args: Any, kwargs: Any, trailing: int | None = None) -> Any:
     """Run an operator chunk by chunk: elementwise, or along the last `trailing` dimensions of its first argument."""
-    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
-    if results is None:
+    if (described := _described(args, kwargs)) is None:
         return NotImplemented
-    shapes, several = results
-    dims = args[0].dim() if trailing is not None else len(shapes[0][0])
-    like = next((leaf for leaf in _unfinished_in(args, kwargs) if _leads(leaf, shapes[0][0], dims)), None)
-    if like is None or (trailing is not None and (like is not args[0] or trailing > like.dim() - like._rows.lead)):
+    memory, likes, named = described
+    if (plan := plan_of(func, likes, named, trailing)) is None:
         return NotImplemented
-    rows, lead = like._rows, like._rows.lead
-    try:
-        operands = _Operands(func, args, kwargs, like, dims)
-    except _NotByRows:
+    return _started(func._schema.name, plan, args, memory, kwargs, args[plan.like]._rows.progress.sizes)
+
+
+def _started(
+    name: str, plan: RowPlan, args: Sequence[Any], memory: Sequence[Any], kwargs: dict[str, Any], sizes: Sizes
+) -> Any:
+    """Return the results of an operator that runs in chunks of `sizes` rows, unfinished."""
+    operator = RowOperator(name, plan, args, memory, kwargs, sizes)
+    progress = LazyRows(sizes, operator.fill, check=operator.check)
+    for source in operator.sources:
+        operator.pulls.append(source.read_by(progress))
+    rows = Rows(progress, plan.blocks, plan.lead)
+    if plan.several:
+        return [UnfinishedTensor(result, rows) for result in operator.results]
+    return UnfinishedTensor(operator.results[0], rows)
+
+
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """Cast or copy unfinished rows, on their device."""
+    if kwargs.get("device") == args[0].device:  # as autograd writes a cast
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    if kwargs.get("device") is not None or (func is aten.clone.default and _retains()):
         return NotImplemented
-    buffers = [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes]
-    cut = [blocks_of(buffer, rows, lead) for buffer in buffers]
-    bounds, into = list(pairwise((0, *accumulate(rows.progress.sizes)))), _writing(func)
-
-    def fill(index: int) -> None:
-        start, stop = bounds[index]
-        operands.wait(stop)
-        for block in range(rows.blocks):
-            args_c, kwargs_c = operands.chunk(block, start, stop)
-            places = [buffer[block][start:stop] for buffer in cut]
-            if into is not None:
-                compute_rows(func._schema.name, into.func, *args_c, **kwargs_c, **{into.out: places[0]})
-                continue
-            results_c = compute_rows(func._schema.name, func, *args_c, **kwargs_c)
-            for place, result_c in zip(places, _listed(results_c), strict=True):
-                place.copy_(result_c)
-
-    progress = LazyRows(rows.progress.sizes, fill)
-    for source in operands.sources:
-        source.read_by(progress)
-    made = [UnfinishedTensor(buffer, Rows(progress, rows.blocks, lead)) for buffer in buffers]
-    return made if several else made[0]
+    return _rowwise(func, args, kwargs)
 
 
-def _listed(results: Any) -> Sequence[torch.Tensor]:
-    return (results,) if isinstance(results, torch.Tensor) else results
+def _along_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the last dimensions of unfinished rows, whose shape is its second argument."""
+    return _rowwise(func, args, kwargs, len(args[1]))
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """The form of an operator that writes its result to the argument `out`."""
-
-    func: Any
-    out: str
-
-
-@lru_cache(maxsize=512)
-def _writing(func: Any) -> _Writing | None:
-    """Return the form of an operator with one result that writes it to a given tensor; None: it has none."""
-    if not isinstance(func, torch._ops.OpOverload) or len(func._schema.returns) != 1:
-        return None
-    arguments = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        *same, last = other._schema.arguments
-        if last.is_out and [(argument.name, str(argument.type)) for argument in same] == arguments:
-            return _Writing(other, last.name)
-    return None
+def _along_dims(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator along dimensions, its second argument: by rows, or once all are there."""
+    if len(args) < 2 or not args[1]:
+        return NotImplemented
+    x = args[0]
+    dims = [dim % x.dim() - x.dim() for dim in args[1]]  # a chunk has fewer leading dimensions
+    made = _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
+    return _once_all(func, args, kwargs) if made is NotImplemented and in_backward() else made
 
 
 @dataclass(frozen=True)
@@ -665,8 +581,10 @@ class _Gradients:
         return [result for result, wanted in zip(results, self.mask, strict=True) if wanted]
 
 
-def _norm_backward(func: Any, args: Any) -> Any:
+def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the gradients of a norm: the input's by rows, the others once all rows are there."""
+    if kwargs or not isinstance(args[0], UnfinishedTensor):
+        return NotImplemented
     *operands, mask = args
     made: list[Any] = []
     if mask[0]:
@@ -688,27 +606,30 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
 
     The whole operator runs, so that its bits stay.
     """
-    results = _results(func, tuple(map(_on_meta, args)), tuple((name, _on_meta(kwargs[name])) for name in kwargs))
-    if results is None or _hold_tensors(args, kwargs):
+    if (described := _described(args, kwargs)) is None:
         return NotImplemented
-    shapes, several = results
+    sources = [leaf._rows.progress for leaf in args if is_unfinished(leaf)]
+    found = results_of(func, *described[1:]) if sources else None
+    if found is None:
+        return NotImplemented
+    shapes, several = found
     x = args[0]
-    read = [leaf for leaf in _tensors_in(args) if leaf.dim() == x.dim()]
-    # What is as small as a row may change before, such as a weight that a hook updates.
-    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim() else leaf for leaf in args]
-    unchanged = [_Unchanged(leaf) for leaf in read]
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kept: list[Any] = []
+    for leaf in args:
+        # What is as small as a row may change before, such as a weight that a hook updates.
+        small = isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim()
+        kept.append(leaf.clone() if small else leaf)
+        if isinstance(leaf, torch.Tensor) and not small:
+            read.append(_with_memory(leaf))
     buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
 
     def fill(_: int) -> None:
-        whole_args = list(map(finished, kept))
-        for operand in unchanged:
-            operand.check(func._schema.name)
-        found = compute_rows(func._schema.name, func, *whole_args, **kwargs)
-        for buffer, result in zip(buffers, _listed(found), strict=True):
+        results = compute_rows(func._schema.name, func, *map(finished, kept), **kwargs)
+        for buffer, result in zip(buffers, listed(results), strict=True):
             buffer.copy_(result)
 
-    progress = LazyRows((1,), fill)
-    sources = [leaf._rows.progress for leaf in _unfinished_in(args, kwargs) if not leaf._rows.progress.finished]
+    progress = LazyRows((1,), fill, check=Unchanged(func._schema.name, read).check)
     for source in sources:
         source.read_by(progress)
     if len(sources) == 1:  # a second one would be waited for
@@ -722,73 +643,27 @@ def _retains() -> bool:
     return in_backward() and not isinstance(torch._C._current_autograd_node(), _ACCUMULATE_GRAD)
 
 
-def _leads(leaf: UnfinishedTensor, shape: Sequence[int], dims: int) -> bool:
-    """Tell whether the result has the rows of an unfinished argument."""
-    lead = leaf._rows.lead
-    return not leaf._rows.progress.finished and leaf.dim() == dims and tuple(shape[:lead]) == tuple(leaf.shape[:lead])
-
-
-def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype)
-    if isinstance(leaf, (list, tuple)):
-        return _Constant(list, tuple(map(_on_meta, leaf)))
-    return _Constant(type(leaf), leaf)
-
-
-@dataclass(frozen=True)
-class _Like:
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class _Constant:
-    kind: type  # 1, 1.0 and True are equal, and promote other dtypes
-    value: Any
-
-    def made(self) -> Any:
-        return [each.made() for each in self.value] if self.kind is list else self.value
-
-
-@lru_cache(maxsize=4096)
-def _results(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    """Return shape and dtype of each result, and whether there are several; None if they are no contiguous tensors."""
-    if any(str(result.type) != "Tensor" for result in func._schema.returns):
-        return None
-    with without_grad_and_modes():
-        try:
-            found = func(*(each.made() for each in args), **{name: each.made() for name, each in kwargs})
-        except (NotImplementedError, RuntimeError):  # no meta kernel; or the call is wrong, which the whole call says
-            return None
-    results = _listed(found)
-    if not all(isinstance(result, torch.Tensor) and result.is_contiguous() for result in results):
-        return None
-    return [(tuple(result.shape), result.dtype) for result in results], not isinstance(found, torch.Tensor)
-
-
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     """Change an unfinished tensor in place, chunk by chunk."""
     x = args[0]
-    if not isinstance(x, UnfinishedTensor) or x._rows.progress.finished or len(_unfinished_in(args, kwargs)) > 1:
+    if (
+        not isinstance(x, UnfinishedTensor)
+        or x._rows.progress.finished
+        or x._rows.progress.is_part  # the readers of the other rows would not see the change
+        or (described := _described(args, kwargs)) is None
+    ):
         return NotImplemented
-    if x._rows.progress.is_part:  # the readers of the other rows would not see the change
+    memory, likes, _ = described
+    if (plan := plan_of_change(func, likes)) is None:
         return NotImplemented
-    try:
-        operands = _Operands(func, args, kwargs, x, x.dim())
-    except _NotByRows:
-        return NotImplemented
+    progress = x._rows.progress
+    operator = RowOperator(func._schema.name, plan, args, memory, kwargs, progress.sizes)
 
-    def act(start: int, stop: int) -> None:
-        for block in range(x._rows.blocks):
-            args_c, kwargs_c = operands.chunk(block, start, stop)
-            compute_rows(func._schema.name, func, *args_c, **kwargs_c)
+    def act(index: int) -> None:
+        operator.check()
+        operator.fill(index)
 
-    x._rows.progress.change(act)
+    progress.change(act)
     return x
 
 
@@ -796,32 +671,37 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     """Multiply unfinished rows [M, K] by a matrix [K, N], in the chunks that keep the bits of the whole matmul."""
     place = MATMULS[func]
     x, w = args[place], args[place + 1]
-    if kwargs or not isinstance(x, UnfinishedTensor) or isinstance(w, UnfinishedTensor) or x._rows.lead != 1:
+    if kwargs or not is_unfinished(x) or isinstance(w, UnfinishedTensor) or x._rows.lead != 1:
         return NotImplemented
     if place and (isinstance(args[0], UnfinishedTensor) or args[0].dim() != 1):
         return NotImplemented
-    rows = x._rows
-    if rows.blocks != 1 or w.dtype != x.dtype or w.device != x.device or w.is_inference():
+    if x._rows.blocks != 1 or w.dtype != x.dtype or w.device != x.device or w.is_inference():
         return NotImplemented  # what is no parameter, and has no version, may change before the rows come
     k, n = w.shape
     layout = TRANSPOSED if w.stride(0) == 1 and n > 1 else ROW_MAJOR
-    sizes = _exact_sizes(func, k, n, x.dtype, x.device, layout, rows.progress.sizes, torch.get_num_threads())
+    rows = x._rows.progress.sizes
+    sizes = _exact_sizes(func, k, n, x.dtype, x.device, layout, rows, torch.get_num_threads())
     if len(sizes) < 2:
         return NotImplemented
-    y, unchanged = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device), (_Unchanged(x), _Unchanged(w))
-    bounds, value, source = list(pairwise((0, *accumulate(sizes)))), x._value, rows.progress
+    plan = _matmul_plan(func, sum(rows), k, n, x.dtype, tuple(args[0].shape) if place else None)
+    return _started(func._schema.name, plan, args, (*args[:place], x._value, w, *args[place + 2 :]), {}, sizes)
 
-    def fill(index: int) -> None:
-        start, stop = bounds[index]
-        source.up_to(stop)
-        for operand in unchanged:
-            operand.check(func._schema.name)
-        chunk = (*args[:place], value[start:stop], w)
-        compute_rows(func._schema.name, _OUT[func], *chunk, out=y[start:stop])
 
-    progress = LazyRows(sizes, fill)
-    source.read_by(progress)
-    return UnfinishedTensor(y, Rows(progress, 1, 1))
+@lru_cache(maxsize=1024)
+def _matmul_plan(func: Any, m: int, k: int, n: int, dtype: torch.dtype, bias: Sizes | None) -> RowPlan:
+    """Return how unfinished rows [m, k] are multiplied by a matrix [k, n], which has to stay as it is."""
+    place = MATMULS[func]
+    return RowPlan(
+        run=_OUT[func],
+        like=place,
+        blocks=1,
+        lead=1,
+        cut=(Cut(place, (m, k), unfinished=True),),
+        small=() if bias is None else ((0, bias),),
+        kept=(place + 1,),
+        results=(Result((m, n), (m, n), dtype),),
+        outs=("out",),
+    )
 
 
 _OUT: dict[Any, Callable[..., Any]] = {aten.mm.default: torch.mm, aten.addmm.default: torch.addmm}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,8 @@ import torch
 
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
-from ascend_parallel.ops.record import compute_rows
+from ascend_parallel.ops.record import RECORDING, compute_rows
+from ascend_parallel.ops.rows import stops_of
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, is_unfinished, may_be_filled_later
 
 # Rows of the first call of a module, with zeros, which tells the shapes and dtypes of its results.
@@ -42,13 +43,12 @@ class _Results:
     @staticmethod
     def of(made: Any) -> _Results:
         """Describe what a module has returned; raises `TypeError` if that is not made of tensors."""
-        several = made if isinstance(made, (tuple, list)) else (made,)
-        if not all(isinstance(result, torch.Tensor) and result.dim() for result in several):
-            raise TypeError(f"expected a tensor of rows or several, found {type(made).__name__}")
-        return _Results(
-            tuple(_Result(tuple(result.shape[1:]), result.dtype) for result in several),
-            type(made) if isinstance(made, (tuple, list)) else None,
-        )
+        each, kind = [], type(made) if isinstance(made, (tuple, list)) else None
+        for result in (made,) if kind is None else made:
+            if not isinstance(result, torch.Tensor) or not result.dim():
+                raise TypeError(f"expected a tensor of rows or several, found {type(made).__name__}")
+            each.append(_Result(tuple(result.shape[1:]), result.dtype))
+        return _Results(tuple(each), kind)
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Results]] = WeakKeyDictionary()
@@ -71,22 +71,25 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     sources = [x._rows.progress for x in unfinished if isinstance(x, UnfinishedTensor)]
     sizes, m = sources[0].sizes, inputs[0].shape[0]
     buffers = [unfinished[0].new_empty((m, *each.shape), dtype=each.dtype) for each in results.each]
-    bounds, name = list(pairwise((0, *accumulate(sizes)))), type(module).__name__
+    read, written = ([each.split_with_sizes(sizes) for each in tensors] for tensors in (values, buffers))
+    stops, name = stops_of(sizes), type(module).__name__
+    pulls: list[Callable[[int], object]] = []
 
     def fill(index: int) -> None:
-        start, stop = bounds[index]
-        for source in sources:
-            source.up_to(stop)
-        rows = [value[start:stop].clone() if writes else value[start:stop] for value in values]
-        made = compute_rows(name, function, *rows)
-        if _Results.of(made) != results:
-            raise RuntimeError(f"{name} was expected to return {results.each}, and returned {_Results.of(made).each}")
-        for buffer, part in zip(buffers, _listed(made), strict=True):
-            buffer[start:stop].copy_(part)
+        for pull in pulls:
+            pull(stops[index])
+        rows = []
+        for pieces in read:
+            rows.append(pieces[index].clone() if writes else pieces[index])
+        run = function if RECORDING.recorder is None else partial(compute_rows, name, function)
+        made = run(*rows)
+        if (found := _Results.of(made)) != results:
+            raise RuntimeError(f"{name} was expected to return {results.each}, and returned {found.each}")
+        for places, part in zip(written, (made,) if results.kind is None else made, strict=True):
+            places[index].copy_(part)
 
     progress = LazyRows(sizes, fill)
-    for source in sources:
-        source.read_by(progress)
+    pulls += [source.read_by(progress) for source in sources]
     tensors = [UnfinishedTensor(buffer, Rows(progress, 1, 1)) for buffer in buffers]
     return tensors[0] if results.kind is None else results.kind(tensors)
 
@@ -114,7 +117,3 @@ def _results_of(module: Any, function: Callable[..., Any], inputs: Sequence[torc
             zeros = [torch.zeros((TRIED_ROWS, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in inputs]
             known[key] = _Results.of(function(*zeros))
     return known[key]
-
-
-def _listed(made: Any) -> Sequence[torch.Tensor]:
-    return made if isinstance(made, (tuple, list)) else (made,)

@@ -13,9 +13,17 @@ import torch
 import torch.nn.functional as F
 from marks import promise
 
+from ascend_parallel.ops import lazy_rows
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
 from ascend_parallel.ops.pending import IDLE_WORK, FinishingWork, Pending
-from ascend_parallel.ops.unfinished import UnfinishedTensor, at_end_of_backward, finished, postponed, whole
+from ascend_parallel.ops.unfinished import (
+    UnfinishedTensor,
+    at_end_of_backward,
+    finished,
+    is_unfinished,
+    postponed,
+    whole,
+)
 
 pytestmark = promise("unfinished-rows")
 
@@ -243,6 +251,16 @@ def test_another_operand_that_changes_before_the_rows_come_is_an_error(change):
         y.sum()
 
 
+def test_an_operand_that_was_finished_and_changes_before_the_rows_come_is_an_error():
+    x, _ = sent(drawn(64, 8))
+    residual, _ = sent(drawn(64, 8, seed=1))
+    finished(residual)
+    y = x + residual
+    residual.mul_(2)
+    with pytest.raises(RuntimeError, match="aten::add of a region reads a tensor of shape \\[64, 8\\]"):
+        y.sum()
+
+
 PARTS = {
     "some rows": lambda x: x[:5].mul_(3),
     "rows that were asked for": lambda x: (x[:5].sum(), x[:5].mul_(3)),
@@ -288,6 +306,73 @@ def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.step()
     assert torch.equal(finished(y), expected)
+
+
+def sums_of(memory, works):
+    """Return unfinished rows of memory [64, 8] in 4 chunks, a work for each."""
+    from ascend_parallel.ops.unfinished import unfinished
+
+    pending = Pending(memory, "a test", StandInGroup(), 4, (16,) * 4)
+    for work in works:
+        pending.launch(lambda work=work: work)
+    return unfinished(pending, 1)
+
+
+class FillingWork:
+    """A collective that fills rows with a number when it is waited for; it fails the first time if `fails`."""
+
+    def __init__(self, rows, number, waited, fails=False):
+        self.rows, self.number, self.waited, self.fails = rows, number, waited, fails
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        self.waited.append(self.number)
+        if self.fails:
+            self.fails = False
+            raise ValueError("planted")
+        self.rows.fill_(self.number)
+
+
+def filling_works(memory, failing=None):
+    waited = []
+    return [FillingWork(rows, i, waited, i == failing) for i, rows in enumerate(memory.chunk(4))], waited
+
+
+def test_a_whole_read_asks_each_collective_once():
+    memory = torch.full((64, 8), torch.nan)
+    works, waited = filling_works(memory)
+    x = sums_of(memory, works)
+    finished(x[:20])
+    assert waited == [0, 1]
+    assert finished(x).data_ptr() == memory.data_ptr()
+    assert torch.equal(x * 1, torch.arange(4.0).repeat_interleave(16)[:, None].expand(64, 8))
+    assert waited == [0, 1, 2, 3]
+
+
+def test_rows_behind_a_collective_that_fails_stay_unread():
+    memory = torch.full((64, 8), torch.nan)
+    works, waited = filling_works(memory, failing=2)
+    x = sums_of(memory, works)
+    y = x + 1
+    for read in (lambda: finished(x), lambda: y.sum()):
+        works[2].fails = True
+        with pytest.raises(ValueError, match="planted"):
+            read()
+    assert is_unfinished(x) and is_unfinished(y)
+    assert waited == [0, 1, 2, 2]
+
+
+def test_collectives_whose_rows_nobody_holds_are_waited_for_before_an_optimizer_steps():
+    memory = torch.full((64, 8), torch.nan)
+    works, waited = filling_works(memory)
+    sums_of(memory, works)
+    assert waited == []
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight]).step()
+    assert waited == [0, 1, 2, 3]
 
 
 RESHAPED = {
@@ -351,7 +436,7 @@ class Stream:
 def streams(monkeypatch):
     """Two streams, the first of them current."""
     made, side = Stream(), Stream()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(lazy_rows, "has_streams", lambda: True)
     monkeypatch.setattr(Stream, "running", made)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream.running)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(Stream, "running", stream))
@@ -399,6 +484,24 @@ def test_small_operands_may_change_at_once():
     y = x + bias
     bias.zero_()
     assert torch.equal(finished(y), drawn(64, 8) + 1)
+
+
+def test_a_bias_of_a_matmul_may_change_at_once():
+    x, _ = sent(drawn(64, 64))
+    w, bias = drawn(64, 64, seed=1), torch.ones(64)
+    with torch.no_grad():
+        expected = F.linear(drawn(64, 64), w, bias)
+        y = F.linear(x, w, bias)
+        bias.zero_()
+    assert is_unfinished(y) and torch.equal(finished(y), expected)
+
+
+def test_rows_that_nobody_reads_are_freed_at_once():
+    import weakref
+
+    x, _ = sent(drawn(64, 8))
+    held = weakref.ref((x + 1)._rows.progress)
+    assert held() is None
 
 
 def test_finished_rows_let_go_of_what_they_are_made_of():

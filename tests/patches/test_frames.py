@@ -5,11 +5,9 @@ microsecond of a small layer.
 """
 
 import inspect
-import sys
-import threading
-from collections import Counter
 
 import torch
+from counted_functions import functions_of, in_words
 from layers import Layers
 from planted_clocks import planted, whole
 from pool import on_ranks
@@ -26,30 +24,6 @@ MOST = {
 MOST_LEFT_WHOLE = 6  # with the questions whether torch.compile is at work
 
 
-def of_this_package(frame):
-    """Tell whether the package wrote the function: constructors that dataclasses make do not count."""
-    written = not frame.f_code.co_filename.startswith("<")
-    return written and str(frame.f_globals.get("__name__", "")).startswith("ascend_parallel.")
-
-
-def functions_of(run):
-    """Return the functions of this package that ``run()`` calls, also those that autograd's thread calls."""
-    called = Counter()
-
-    def look(frame, event, _):
-        if event == "call" and of_this_package(frame):
-            called[f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"] += 1
-
-    threading.setprofile(look)
-    sys.setprofile(look)
-    try:
-        result = run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return result, called
-
-
 def warm(layer, x):
     for _ in range(3):
         layer(x)[0].sum().backward()
@@ -59,10 +33,6 @@ def made(layers, kind, sequence_parallel):
     layer = layers.make(kind, (64, 96), config={"sequence_parallel": sequence_parallel})
     rows = 64 if kind == "ColumnParallelLinear" and sequence_parallel else 128
     return layer, torch.randn(rows, 2, 64 if kind == "ColumnParallelLinear" else 32, requires_grad=True)
-
-
-def in_words(called):
-    return f"{sum(called.values())}: " + ", ".join(f"{name} {count}" for name, count in called.most_common(12))
 
 
 @on_ranks(2)
