@@ -11,8 +11,10 @@ adapter of rank 16: of PEFT (transformers), by class (torch), or a wrapper as Me
 The table has medians, and the ratio plain / variant, paired by round, with a bootstrap interval; "communication" is its
 share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "compiled": torch.compile
 compiles each transformer layer, in both steps. "first step" includes auto's search for chunks. Steps in which
-COC_REGION=auto decides are not timed. Below the table stands what it decided, and for wrappers how much of the
-adapters' forward ran under their layers' collectives, from a timeline of one step.
+COC_REGION=auto decides are not timed. Below the table stands what it decided, for wrappers how much of the
+adapters' forward ran under their layers' collectives, from a timeline of one step, and bounds of plain / variant: with
+each collective under the products of its own layer, and with all of them under all that a step computes. A collective
+takes part of its time of a processor, with gloo's threads: where a rank has one core, that part cannot be hidden.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,13 +58,13 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from training import forwards, gpt_step
 
 import ascend_parallel
-from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.files import COMPUTING, read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, length
 from ascend_parallel.patches.torch_native.styles import IN_FORCE as TORCH
 from ascend_parallel.patches.transformers.layers import IN_FORCE as TRANSFORMERS
 from ascend_parallel.settings import Settings, current_settings
 
-RANKS, PLAIN, VOCABULARY = 2, "plain", 8192
+RANKS, PLAIN, VOCABULARY, FEW_ROUNDS = 2, "plain", 8192, 5
 FRAMEWORKS = (
     "transformers",
     "torch",
@@ -81,6 +84,40 @@ FRAMEWORKS = (
 Step = Callable[[], None]
 
 
+class Serial(NamedTuple):
+    """Seconds of a step whose layers run without chunks (COC_MODE=1).
+
+    step
+        In which it runs, on the slowest rank.
+    communication
+        In which rank 0 communicates for its layers.
+    beside_products
+        The part of it that the products of the same pass of the same layer could cover.
+    processor
+        Of a processor, with all threads, on the rank that takes most.
+    """
+
+    step: float
+    communication: float
+    beside_products: float
+    processor: float
+
+    def bounds(self, plain: float) -> str:
+        """Return the bounds of plain / variant in words; plain: the seconds of the plain step."""
+        computed = self.step - self.communication
+        sending = min(max(self.processor - computed, 0) / self.communication, 1)
+        layers, step = self.beside_products, self.step - max(computed, self.communication)
+        found = [
+            f"{plain / (self.step - hidden):.2f} and {plain / (self.step - (1 - sending) * hidden):.2f}"
+            for hidden in (layers, step)
+        ]
+        return (
+            f"bounds of plain / variant, with a core for what sends and without: {found[0]} with each collective under "
+            f"the products of its layer, {found[1]} under all that a step computes; sending takes {sending:.0%} of its "
+            "time of a processor"
+        )
+
+
 def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=15, json=True)
@@ -95,14 +132,15 @@ def main() -> None:
         if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             print("deepspeed is not installed: make compat-deepspeed, then PYTHONPATH=.compat/deepspeed")
             continue
-        share, variants, decisions = on_ranks(
+        serial, variants, decisions = on_ranks(
             "frameworks:rank", RANKS, link=link, limit=1200, title=name, name=name, job=options
         )
         decided += [f"{name}, {decision}" for decision in decisions]
         plain = variants[PLAIN][1]
+        decided.append(f"{name}: {Serial(*serial).bounds(median(plain))}")
         seconds[name] = {chunks: times for chunks, (_, times) in variants.items()}
         for chunks, (first, times) in variants.items():
-            communication = f"{100 * share / median(plain):.0f} %" if chunks == PLAIN else ""
+            communication = f"{100 * serial[1] / median(plain):.0f} %" if chunks == PLAIN else ""
             cells = [milliseconds(times, 0), *ratio(plain, times), communication, f"{1e3 * first:.0f}"]
             rows.append([name, chunks, *cells])
     if file is not None:
@@ -114,8 +152,8 @@ def main() -> None:
 
 def rank(
     group: dist.ProcessGroup, name: str, job: dict[str, Any]
-) -> tuple[float, dict[str, tuple[float, list[float]]], list[str]]:
-    """Return the seconds of communication in a step, and of the first and the other steps by variant; and decisions."""
+) -> tuple[tuple[float, ...], dict[str, tuple[float, list[float]]], list[str]]:
+    """Return the numbers of `Serial`, and seconds of the first and the other steps by variant; and decisions."""
     torch.set_num_threads(job["threads"])
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(RANKS))
     with _megatron() if name.startswith("megatron") else contextlib.nullcontext():
@@ -130,11 +168,13 @@ def _megatron() -> Iterator[None]:
         end_model_parallel()
 
 
-def _measured(name: str, job: dict[str, Any]) -> tuple[float, dict[str, tuple[float, list[float]]], list[str]]:
+def _measured(
+    name: str, job: dict[str, Any]
+) -> tuple[tuple[float, ...], dict[str, tuple[float, list[float]]], list[str]]:
     ascend_parallel.configure(num_chunks=4)  # forwards are installed while a model is made
     step = _step_of(name, job)
     step()  # warm-up of allocator and optimizer
-    communication = _communication(step)
+    serial = _serial(step)
     variants = {PLAIN: state_of(step, num_chunks=1)}
     for chunks in job["chunks"].split(","):
         variants[chunks] = state_of(step, **settings_of(chunks))
@@ -146,7 +186,7 @@ def _measured(name: str, job: dict[str, Any]) -> tuple[float, dict[str, tuple[fl
         decisions += [f"{each}: {under_collectives(run)}" for each, run in runs.items() if each != PLAIN]
     times = in_turn(runs, job["rounds"], warm_up=1)
     runs[PLAIN]()  # restores the plain methods
-    return communication, {each: (first[each], times[each]) for each in runs}, decisions
+    return serial, {each: (first[each], times[each]) for each in runs}, decisions
 
 
 def _decided(step: Step, steps: int) -> list[str]:
@@ -177,15 +217,22 @@ def _step_of(name: str, job: dict[str, Any]) -> Step:
     return torch_step(job, sequence_parallel, adapt=class_adapters if lora else None)
 
 
-def _communication(step: Step) -> float:
-    """Return the seconds in which this rank communicates in a step whose layers run without chunks."""
+def _serial(step: Step) -> tuple[float, ...]:
+    """Return the numbers of `Serial`."""
     serial = state_of(step, mode=1)
-    with_state(serial, step)
+    seconds, processor = (
+        median(in_turn({"": lambda: with_state(serial, step)}, FEW_ROUNDS, warm_up=1, clock=clock)[""])
+        for clock in (time.perf_counter, time.process_time)
+    )
     with tempfile.TemporaryDirectory() as folder:
         with ascend_parallel.timeline.record(folder):
             step()
         (file, *_), _ = read_run(Path(folder))
-    return sum(length(communicating(each)) for each in file.passes) / 1e9
+    found = [
+        (length(communicating(each)), sum(span.end - span.begin for span in each.spans if span.kind in COMPUTING))
+        for each in file.passes
+    ]
+    return seconds, sum(sent for sent, _ in found) / 1e9, sum(map(min, found)) / 1e9, processor
 
 
 def state_of(step: object, **settings: Any) -> State:

@@ -27,6 +27,7 @@ from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import finished, unfinished
 from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.compiled import Compiled
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, Sum, Way
@@ -117,8 +118,9 @@ class Vllm(Framework):
             return f"its rows may share a scale ({method_of(layer)}); its all-reduce runs in chunks"
         return self.uncovered_sum(_state().get_tp_group())
 
-    def compiled_away(self, layer: Any, inside: bool) -> bool:
+    def compiled_away(self, layer: Any, how: Compiled, *, original: bool | None = None) -> bool:
         """Tell whether vLLM's own code of `layer` alone runs in its graphs, in every step."""
+        inside = how in (Compiled.IN_GRAPHS, Compiled.IN_ONE_GRAPH)
         leaves = self.own_graphs and isinstance(self.counts, MeasuredCounts) and self.counts.leave_graphs
         return inside and not leaves and not hasattr(layer, LAYER_NAME)
 

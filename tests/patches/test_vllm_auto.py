@@ -8,6 +8,7 @@ import torch
 
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
+from ascend_parallel.patches.compiled import Compiled
 from ascend_parallel.patches.vllm.auto import (
     CUT,
     EAGER,
@@ -104,8 +105,8 @@ def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(layer, own,
     vllm = Vllm(Settings(num_chunks=4), "0.32.0")
     vllm.own_graphs = own
     vllm.counts = way and MeasuredCounts((TimedSteps(2048, {}, way),), 0.0)
-    assert vllm.compiled_away(SimpleNamespace(**layer), True) is away
-    assert vllm.compiled_away(SimpleNamespace(**layer), False) is False
+    assert vllm.compiled_away(SimpleNamespace(**layer), Compiled.IN_ONE_GRAPH) is away
+    assert vllm.compiled_away(SimpleNamespace(**layer), Compiled.NOT) is False
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
