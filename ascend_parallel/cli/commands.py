@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -54,7 +55,8 @@ class Commands(TyperGroup):
         """Run the command line; wrong input ends with 2 and a line that names the command and the option."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # its encoding may lack letters, such as that of µs
-                stream.reconfigure(errors="replace")
+                with suppress(OSError):  # a program may have put a pipe in the place of the file that it was
+                    stream.reconfigure(errors="replace")
         named |= zip(("args", "prog_name"), args, strict=False)
         words = list(named["args"]) if named.get("args") is not None else sys.argv[1:]
         standalone = named.pop("standalone_mode", True)
