@@ -157,7 +157,7 @@ def matmul_reduce_scatter(
     steps = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
     if up_to is not None or addends:
         steps = _computing(steps, outputs, sizes, up_to, addends, ranks)
-    of_outputs = map(functools.partial, starts, outputs)
+    of_outputs = [functools.partial(start, y_c) for start, y_c in zip(starts, outputs, strict=True)]
     if after is None:
         pending.launch_each(of_outputs, steps)
     else:
@@ -227,13 +227,14 @@ def all_gather_matmul(
     behind = own if in_chunks else [*[()] * (len(sizes) - 1), *own]
     gathering, gathers = start_gathers(x_shard_m, group, sizes, ALL_GATHER, behind, keep=keep_gathered)
     COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
-    outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
-    blocks = zip(_peer_blocks(gathers, sizes, rank, batched), outputs, strict=True)
-    products = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
-    if each is not None:
-        others = (*range(rank), *range(rank + 1, ranks))
-        arrived = {other: [rows[other] for rows in gathers.rows] for other in others}
-        products = _followed(products, each, sizes, arrived)
+    with gathering.launching():
+        outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
+        blocks = zip(_peer_blocks(gathers, sizes, rank, batched), outputs, strict=True)
+        products = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
+        if each is not None:
+            others = (*range(rank), *range(rank + 1, ranks))
+            arrived = {other: [rows[other] for rows in gathers.rows] for other in others}
+            products = _followed(products, each, sizes, arrived)
     gathered = gathering.wait_each(products)
     return y_r_m.flatten(0, 1), gathered if keep_gathered else None
 
@@ -280,7 +281,8 @@ def start_gathers(
     arrivals = [] if up_to is None else [(functools.partial(up_to, stop),) for stop in accumulate(sizes)]
     pending.launch_each(gathers.starts, arrivals, behind)
     if keep and gathers.in_place and gathers.gathered is not None:
-        compute(BESIDE, "own rows", gathers.gathered[group.rank()].copy_, x_shard_m)
+        with pending.launching():
+            compute(BESIDE, "own rows", gathers.gathered[group.rank()].copy_, x_shard_m)
     return pending, gathers
 
 

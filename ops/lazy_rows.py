@@ -102,11 +102,12 @@ class LazyRows:
             try:
                 while self._next < last:
                     assert self._fill is not None
+                    stop_c = last if self._at_once else self._next + 1
                     if self._at_once:
                         self._fill(self._next, last)
                     else:
                         self._fill(self._next)
-                    self._next = last if self._at_once else self._next + 1
+                    self._next = max(self._next, stop_c)  # work beside a wait may have asked for more
                     self.filled = self._stops[self._next - 1]
                     self.finished = self._next == len(self._stops)
             finally:

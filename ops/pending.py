@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,11 +48,13 @@ class FinishingWork:
 
     A `Pending` waits for the works and runs the step itself; elsewhere `wait` does.
 
+    works
+        Those that nobody has waited for: gloo's would block if they were waited for again.
     finish
         Writes the result, `out`, from what has come; None: it has come in its place.
     """
 
-    works: Sequence[Any]
+    works: list[Any]
     finish: Callable[[], object] | None
     group: dist.ProcessGroup
     out: torch.Tensor
@@ -61,7 +63,7 @@ class FinishingWork:
 
     def record_end(self, watch: Watch) -> None:
         """Have `watch` record when the works are done."""
-        self.works = watch([limited(work, self.group, self.out.device) for work in self.works])
+        self.works = list(watch([limited(work, self.group, self.out.device) for work in self.works]))
 
     def is_completed(self) -> bool:
         """Tell whether `wait` has run the step."""
@@ -71,12 +73,14 @@ class FinishingWork:
         """Wait for the works and run the step; a second call does nothing."""
         if self.done:
             return
-        if self.works:
-            wait_within(wait_limit(self.group, self.out.device), self.group, *self.works)
-        self.done = True
+        limit = wait_limit(self.group, self.out.device) if self.works else None
+        while self.works:
+            wait_within(limit, self.group, self.works[0])
+            del self.works[0]
         if self.finish is not None:
             self.finish()
             self.finish = None  # what it holds is freed
+        self.done = True
 
 
 class Pending:
@@ -110,7 +114,7 @@ class Pending:
 
     def launch_each(
         self,
-        starts: Iterable[Callable[[], Work | None]],
+        starts: Sequence[Callable[[], Work | None]],
         before: Sequence[Steps] = (),
         behind: Sequence[Steps] = (),
     ) -> None:
@@ -119,6 +123,7 @@ class Pending:
         The steps of each run `before` its start and `behind` it; none: nothing runs there. If a step or a start fails,
         wait for the collectives that have started.
         """
+        assert {len(before), len(behind)} <= {0, len(starts)}, "each start has its steps, or none has"
         try:
             for index, start in enumerate(starts):
                 for step in before[index] if before else ():
@@ -168,22 +173,25 @@ class Pending:
             work = self._works[index] if self._works else None  # work beside the wait may have waited for all
             if work is None:
                 continue
-            works, part = work.works if isinstance(work, FinishingWork) else (work,), work
+            works, part = work.works if isinstance(work, FinishingWork) else [work], work
             try:
                 if self._recorded is not None:
                     self._recorded.wait(index, functools.partial(wait_within, self._limit, self.group, work))
-                else:
-                    for part in works:
-                        if self._limit is None or not isinstance(part, dist.Work):
-                            part.wait()
-                        else:
-                            part.wait(self._limit)
+                    works = []
+                while works:
+                    part = works[0]
+                    if self._limit is None or not isinstance(part, dist.Work):
+                        part.wait()
+                    else:
+                        part.wait(self._limit)
+                    del works[0]
             except RuntimeError as error:
                 self._raise_failure(index, part, error)
-            if self._works:
-                self._works[index] = None
             if isinstance(work, FinishingWork) and work.finish is not None:  # a recorded wait has run it
                 work.finish()
+                work.finish, work.done = None, True
+            if self._works:
+                self._works[index] = None
 
     def _may_take(self, index: int) -> bool:
         """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next.

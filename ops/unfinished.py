@@ -32,7 +32,14 @@ from torch.utils import _pytree as pytree
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
-from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, Pieces, first_with_same_bits, log_time
+from ascend_parallel.ops.probing import (
+    ROW_MAJOR,
+    TRANSPOSED,
+    Pieces,
+    first_with_same_bits,
+    log_time,
+    without_grad_and_modes,
+)
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, matmul_in_words
 from ascend_parallel.ops.record import compute_rows
 from ascend_parallel.ops.row_operator import (
@@ -306,7 +313,9 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
 def _wait_for(unread: set[Pending]) -> None:
     """Wait for collectives whose rows nobody has asked for, or nobody holds any more."""
     while unread:
-        unread.pop().wait()
+        pending = unread.pop()
+        with without_grad_and_modes(pending.tensor.is_inference()):
+            pending.wait()
 
 
 def in_backward() -> bool:

@@ -133,9 +133,20 @@ class Whole(nn.Module):
         return (x * self.terms).sum() + (self.first * self.second * self.third).square().sum()
 
 
+class OnlyWhole(Whole):
+    """No gradient is summed but those that earlier backwards have left."""
+
+    def __init__(self):
+        super().__init__()
+        terms = self.terms.detach()
+        del self.terms
+        self.register_buffer("terms", terms)
+
+
+@pytest.mark.parametrize(("kind", "sums"), [(Whole, [3, 9]), (OnlyWhole, [9])])
 @on_ranks(2)
-def test_full_gradients_that_earlier_backwards_have_left_are_summed_as_one_tensor(group):
-    model, x = made(Whole), torch.arange(12, dtype=torch.float64).reshape(4, 3)
+def test_full_gradients_that_earlier_backwards_have_left_are_summed_as_one_tensor(group, kind, sums):
+    model, x = made(kind), torch.arange(12, dtype=torch.float64).reshape(4, 3)
     plan = by_hand(trace(model, (x,)), ProcessMesh([0, 1], ["dp"]), {"x": S0}, {"mul": ([S0, C], S0)})
     for _ in range(3):
         model(x).backward()
@@ -146,7 +157,7 @@ def test_full_gradients_that_earlier_backwards_have_left_are_summed_as_one_tenso
     log = []
     with logged(log):
         sharded(x).backward()
-    assert sorted(each for each in log if each != "wait") == [3, 9]
+    assert sorted(each for each in log if each != "wait") == sums
     torch.testing.assert_close(sharded.full_gradients(), gradients(model), **EXACT)
 
 

@@ -40,6 +40,8 @@ class BucketOrder:
 
     def end(self) -> list[int]:
         """Return the buckets to start at the end of backward, in order."""
+        if not self._buckets:
+            return []
         rest = [self._start() for _ in self._buckets[self._next :]] if self._next else []
         return rest + ([self._start() for _ in self._buckets] if self._come else [])
 

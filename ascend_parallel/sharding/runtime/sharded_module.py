@@ -252,7 +252,7 @@ class ShardedModule(torch.nn.Module):
 
         The `.grad` of a parameter that is replicated on such a mesh dimension is then this rank's term of the sum, and
         the terms of several backwards add up. `reduce_gradients` sums them. So does the next backward outside, for the
-        parameters that it reaches.
+        parameters that it reaches; if that fails, what was deferred is lost, and the step has to begin anew.
 
         Raises `ValueError` for a name that is not a mesh dimension and with bucket_bytes=0; `RuntimeError` in backward
         if a term would be added to a gradient that is summed already, or deferred over other mesh dimensions.
