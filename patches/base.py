@@ -90,15 +90,21 @@ class Patch:
 
     def gave_way(self, method: object) -> bool:
         """Tell whether a method is that of `gives_way_to`, or a wrapper of its own around the replacement."""
-        names = getattr(
-            method, "__globals__", {"__name__": getattr(method, "__module__", "")}
-        )  # wraps() copies the latter
-        return str(names.get("__name__", "")).partition(".")[0] == self.gives_way_to
+        return written_in(method).partition(".")[0] == self.gives_way_to
+
+    def present(self) -> object:
+        """Import the module and return what the class has as the method; None: nothing of its own."""
+        return vars(self.holder()).get(self.method)
 
     def check(self) -> None:
-        """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters."""
+        """Raise `PatchError` unless the method exists, is the framework's own, and has the expected parameters.
+
+        A method of `gives_way_to` is left in place, whatever it wraps.
+        """
         holder = self.holder()
         attribute = vars(holder).get(self.method)
+        if self.gave_way(attribute):
+            return
         if self.inherited and attribute is None:
             if not hasattr(holder, self.method) and not hasattr(holder, "__getattr__"):
                 raise PatchError(f"{self.target}: expected that the class inherits the method, found none")
@@ -110,7 +116,7 @@ class Patch:
             raise PatchError(f"{self.target}: expected a method of this class, found {method!r}")
         if not defined_in(method, sys.modules[self.module]):
             raise PatchError(
-                f"{self.target}: expected the original, found a replacement from {method.__globals__['__name__']}; "
+                f"{self.target}: expected the original, found a replacement from {written_in(method)}; "
                 "only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
                 "--use-ascend-mc2) or unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL"
             )
@@ -238,6 +244,7 @@ class PatchSet:
         self.patches = tuple(patches)
         self.repeated = tuple(repeated)
         self._applied: dict[Patch, _Applied] = {}
+        self._left: dict[Patch, str] = {}  # not applied, since a method of that module stays
 
     def check(self, version: str) -> None:
         """Raise `PatchError` if `version` is out of range, or a target or repeated function is not as expected."""
@@ -254,12 +261,15 @@ class PatchSet:
             function.check()
 
     def apply(self, version: str) -> None:
-        """Check all targets, then replace them; a second call does nothing."""
-        if self._applied:
+        """Check all targets, then replace them, but for those that give way; a second call does nothing."""
+        if self._applied or self._left:
             return
         self.check(version)
         for patch in self.patches:
-            self._applied[patch] = _replace(patch)
+            if patch.gave_way(present := patch.present()):
+                self._left[patch] = written_in(present)
+            else:
+                self._applied[patch] = _replace(patch)
 
     def refuse_if_covered(self) -> None:
         """Raise `PatchError` if another patch was put on top of one of these."""
@@ -268,7 +278,7 @@ class PatchSet:
             if method is not applied.replacement and not patch.gave_way(method):
                 raise PatchError(
                     f"{patch.target}: cannot be reverted, since {getattr(method, '__qualname__', method)} of "
-                    f"{getattr(method, '__module__', 'an unknown module')} was put on top; remove that patch first"
+                    f"{written_in(method) or 'an unknown module'} was put on top; remove that patch first"
                 )
 
     def revert(self) -> None:
@@ -278,6 +288,7 @@ class PatchSet:
             if not patch.gave_way(vars(applied.holder).get(patch.method)):
                 applied.restore(patch.method)
         self._applied.clear()
+        self._left.clear()
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
@@ -286,10 +297,11 @@ class PatchSet:
     def _status(self, patch: Patch) -> PatchStatus:
         applied = self._applied.get(patch)
         if applied is None:
-            return PatchStatus(patch.target, False, "not applied")
+            reason = f"left to {self._left[patch]}" if patch in self._left else "not applied"
+            return PatchStatus(patch.target, False, reason)
         method = vars(applied.holder).get(patch.method)
         if method is not applied.replacement:
-            return PatchStatus(patch.target, False, f"replaced in turn by {getattr(method, '__module__', method)}")
+            return PatchStatus(patch.target, False, f"replaced in turn by {written_in(method) or method}")
         if inspect.getattr_static(patch.named(), patch.method, None) is not applied.replacement:
             text = f"left unused: the name {patch.owner} was given to {full_name(patch.named())}, which has its own"
             return PatchStatus(patch.target, False, text)
@@ -322,6 +334,12 @@ class WatchedNames(Generic[T]):
 def names_of_method(kind: type, name: str) -> list[tuple[Mapping[str, Any], str]]:
     """Return where a class and its bases may hold a method, for `WatchedNames`."""
     return [(vars(base), name) for base in kind.__mro__]
+
+
+def written_in(method: object) -> str:
+    """Return the name of the module in which a method was written; of a function `functools.wraps` changes another."""
+    namespace = getattr(method, "__globals__", {})
+    return str(namespace.get("__name__") or getattr(method, "__module__", None) or "")
 
 
 def full_name(kind: object) -> str:

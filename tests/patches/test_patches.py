@@ -45,21 +45,24 @@ def patch_set(*patches):
 
 
 def test_a_patch_gives_way_to_the_package_that_it_names_and_to_no_other(module):
-    patches = patch_set(patch(gives_way_to="mindspeed"))
+    exec("class Other:\n    def run(self, x):\n        return x", module.__dict__)
+    patches = patch_set(patch(gives_way_to="mindspeed"), patch(target="framework_of_this_test.Other.run"))
     patches.apply("0.16.1")
-    original, mine = patches._applied[patches.patches[0]].original, module.Layer.forward
-    for written, stays in (("mindspeed.core.adaptor", True), ("monitor", False)):
-        theirs = types.FunctionType((lambda self, x: x).__code__, {"__name__": written})
-        module.Layer.forward = theirs
-        if stays:
-            patches.revert()
-            assert module.Layer.forward is theirs
-            module.Layer.forward = original
-            patches.apply("0.16.1")
-        else:
-            with pytest.raises(PatchError, match="put on top"):
+    mine = module.Layer.forward
+    for written in ("monitor", "mindspeed.core.adaptor"):
+        around = types.FunctionType((lambda self, x: x).__code__, {"__name__": written})
+        module.Layer.forward = theirs = functools.wraps(mine)(around)  # copies the name of the wrapped one's module
+        assert patches.status()[0].reason == f"replaced in turn by {written}"
+        if written == "monitor":
+            with pytest.raises(PatchError, match="of monitor was put on top"):
                 patches.revert()
-            module.Layer.forward = mine
+    for _ in range(2):
+        patches.revert()
+        assert (module.Layer.forward, module.Other().run(1)) == (theirs, 1)
+        patches.apply("0.16.1")
+        patches.apply("0.16.1")
+        assert (module.Layer.forward, module.Other().run(1)) == (theirs, 2)
+        assert [each.reason for each in patches.status()] == ["left to mindspeed.core.adaptor", "adds one"]
 
 
 def test_apply_is_idempotent_and_revert_restores_the_very_object(module):
