@@ -167,6 +167,17 @@ class InstalledLayers(Framework):
             return True
         return super().compiled_away(layer, how, original=original)
 
+    def note_compiled(self, name: str, layer: Any = None) -> None:
+        """Note a compiled original, as `Framework.note_compiled` does.
+
+        Layers of its class that ran outside of graphs before may run in this graph from now on: torch.compile does not
+        trace blocks that are alike again. One that does not is known at its next call.
+        """
+        if layer is not None:
+            for other in [each for each in self.uncompiled if type(each) is type(layer)]:
+                self.uncompiled.discard(other)
+        super().note_compiled(name, layer)
+
     def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
         """Return the shape that a call of `layer` will have beside `problem`, or None.
 

@@ -384,8 +384,8 @@ def _installed(
         return original(layer, *args, **kwargs)
 
     traced = refused if megatron.settings.insists else noted
-    skip_frame(on_one_rank)
-    skip_frame(noted)
+    for each in (on_one_rank, communicates_nothing, note, noted):
+        skip_frame(each)
     if megatron.compiles_original:
         own = within_graphs(run, traced)
     else:

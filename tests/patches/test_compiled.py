@@ -243,12 +243,17 @@ def test_compiled_blocks_of_torchs_styles(ranks, plan):
 
 @on_ranks(2)
 def test_layers_that_a_compiled_function_calls_are_known_after_their_call(group):
-    """torch.compile traces the first of two blocks that are alike, and runs both by that; a third runs by itself."""
+    """torch.compile traces the first of two blocks that are alike, and runs both by that; a third runs by itself.
+
+    That all have run by themselves before, as in an evaluation, does not count.
+    """
     ascend_parallel.configure(num_chunks=4)
     model = parallel(decoder(layers=3, hidden=96, inner=192, heads=4), init_device_mesh("cpu", (2,)), "plain")
     torch._dynamo.reset()
     call = torch.compile(lambda block, x: block(x), backend="eager")
     first, second, third = model.layers
+    with torch.no_grad():
+        third(second(first(torch.randn(2, 96, 96))))
     third(call(second, call(first, torch.randn(2, 96, 96)))).sum().backward()
     covered = str(ascend_parallel.coverage(model))
     ascend_parallel.configure(num_chunks=1)
