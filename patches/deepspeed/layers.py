@@ -47,7 +47,7 @@ class DeepSpeed(Framework):
             return f"how DeepSpeed's {own} shares its features among ranks is not known here"
         if no_tree := self.settings.arithmetic.forbids("how DeepSpeed cuts fused weights is not known here"):
             return no_tree
-        if layer.mp_group is None or layer.mp_group.size() == 1:
+        if on_one_rank(layer):
             return ONE_RANK
         if torch.compiler.is_compiling() or layer.defer_collectives_to_compiler:
             return "it is being compiled, and a process group cannot be"
@@ -75,6 +75,11 @@ class DeepSpeed(Framework):
     def compared(self) -> Mapping[str, Any]:
         """Return what must be the same on all ranks: the version."""
         return {"version of deepspeed": self.version}
+
+
+def on_one_rank(layer: Any) -> bool:
+    """Tell whether a layer communicates nothing: it has no tensor-parallel group, or one of one rank."""
+    return layer.mp_group is None or bool(layer.mp_group.size() == 1)
 
 
 def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Function:
@@ -105,11 +110,13 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
         deepspeed.note_compiled(owner)
 
     def noted(self: Any, input: torch.Tensor) -> torch.Tensor:
-        note()
+        if not on_one_rank(self):
+            note()
         y: torch.Tensor = original(self, input)
         return y
 
-    skip_frame(noted)
+    for each in (note, noted, on_one_rank):
+        skip_frame(each)
     forward: Function = functools.wraps(original)(within_graphs(run, run if deepspeed.settings.insists else noted))
     vars(forward)["ascend_parallel"] = deepspeed
     return forward
