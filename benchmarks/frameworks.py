@@ -12,9 +12,10 @@ The table has medians, and the ratio plain / variant, paired by round, with a bo
 share of the plain step, from a timeline of the layers run without chunks (COC_MODE=1). "compiled": torch.compile
 compiles each transformer layer, in both steps. "first step" includes auto's search for chunks. Steps in which
 COC_REGION=auto decides are not timed. Below the table stands what it decided, for wrappers how much of the
-adapters' forward ran under their layers' collectives, from a timeline of one step, and bounds of plain / variant: with
-each collective under the products of its own layer, and with all of them under all that a step computes. A collective
-takes part of its time of a processor, with gloo's threads: where a rank has one core, that part cannot be hidden.
+adapters' forward ran under their layers' collectives, from a timeline of one step, and for ranks of one thread bounds
+of plain / variant: with each collective under the products of its own layer, and with all of them under all that a step
+computes. A collective takes part of its time of a processor, with gloo's threads: where a rank has one core, that part
+cannot be hidden.
 """
 
 from __future__ import annotations
@@ -103,7 +104,12 @@ class Serial(NamedTuple):
     processor: float
 
     def bounds(self, plain: float) -> str:
-        """Return the bounds of plain / variant in words; plain: the seconds of the plain step."""
+        """Return the bounds of plain / variant in words; plain: the seconds of the plain step.
+
+        They hold for ranks of one thread alone: `processor` counts all threads.
+        """
+        if not self.communication:
+            return "no bounds: no communication of its layers was recorded"
         computed = self.step - self.communication
         sending = min(max(self.processor - computed, 0) / self.communication, 1)
         layers, step = self.beside_products, self.step - max(computed, self.communication)
@@ -137,7 +143,8 @@ def main() -> None:
         )
         decided += [f"{name}, {decision}" for decision in decisions]
         plain = variants[PLAIN][1]
-        decided.append(f"{name}: {Serial(*serial).bounds(median(plain))}")
+        if options["threads"] == 1:
+            decided.append(f"{name}: {Serial(*serial).bounds(median(plain))}")
         seconds[name] = {chunks: times for chunks, (_, times) in variants.items()}
         for chunks, (first, times) in variants.items():
             communication = f"{100 * serial[1] / median(plain):.0f} %" if chunks == PLAIN else ""
