@@ -66,14 +66,27 @@ def _refuse_missing(command: str, script: str, as_module: bool) -> None:
             _refuse(command, f"no such file: {script!r}")
         return
     sys.path.insert(0, str(Path.cwd()))  # python -m sets this entry, a console script does not
-    try:
-        found = importlib.util.find_spec(script)
-    except ModuleNotFoundError as error:
-        if not script.startswith(f"{error.name}."):  # a package that is there imports what is not
-            raise
-        found = None
-    if found is None:
-        _refuse(command, f"no module named {script!r}")
+    if not _is_module(script):
+        hint = ": leave out .py, or -m" if script.endswith(".py") else ""
+        _refuse(command, f"no module named {script!r}{hint}")
+
+
+def _is_module(name: str) -> bool:
+    """Tell whether there is a module; of what contains it packages alone are imported, as Python does."""
+    parts = name.split(".")
+    if not all(parts):
+        return False
+    for count in range(1, len(parts) + 1):
+        path = ".".join(parts[:count])
+        try:
+            found = importlib.util.find_spec(path)
+        except ValueError:
+            if path not in sys.modules:  # raised by a package that is there
+                raise
+            return False  # made by hand, such as __main__
+        if found is None or (count < len(parts) and found.submodule_search_locations is None):
+            return False
+    return True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,16 +100,25 @@ class _Parser(argparse.ArgumentParser):
 def run(arguments: list[str]) -> None:
     """Run ``[-m] SCRIPT [ARGUMENT ...]`` as Python would; the patches are applied before the script's first import."""
     as_module = arguments[:1] == ["-m"]
-    script = arguments[1:2] if as_module else arguments[:1]
-    if not script:
+    words = arguments[1:] if as_module else arguments
+    if not words:
         _refuse("run", "give a script; --help shows how")
-    _refuse_missing("run", script[0], as_module)
-    sys.argv = arguments[1:] if as_module else arguments
+    _find("run", words, as_module)
+    _execute(words[0], as_module)
+
+
+def _find(command: str, words: list[str], as_module: bool) -> None:
+    """Give a script its arguments, which its packages may read, and end with 2 if it is not there."""
+    sys.argv = ["-m", *words[1:]] if as_module else words  # python -m has this word until it has found the file
+    _refuse_missing(command, words[0], as_module)
+
+
+def _execute(script: str, as_module: bool) -> None:
     if as_module:
-        runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
-    sys.path[0] = str(Path(script[0]).resolve().parent)
-    runpy.run_path(script[0], run_name="__main__")
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
 
 
 def verify(arguments: list[str]) -> None:
@@ -131,9 +153,9 @@ def verify(arguments: list[str]) -> None:
         parser.error(
             "nothing to verify: export COC_PARALLEL_NUM=4, for example, and give --every (COC_VERIFY) 1 or more"
         )
-    _refuse_missing("verify", options.script[0], options.module)
+    _find("verify", options.script, options.module)
     try:
-        run(["-m", *options.script] if options.module else options.script)
+        _execute(options.script[0], options.module)
     except SystemExit as end:
         if end.code:
             raise

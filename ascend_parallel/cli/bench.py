@@ -29,7 +29,7 @@ from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 if TYPE_CHECKING:
-    from ascend_parallel.tuning.measured.chunk_plan import Entry
+    from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
 
 WIDTH = 160  # of output that is not a terminal
 
@@ -281,8 +281,12 @@ def tune(
             measured = replace(request, fused=False).measure(as_json)
         plan = read_plan(measured["plan"])
         path = out if out is not None else cached_plan(plan.machine)
-        if path.exists() and not differences(saved := load_plan(str(path), "--out"), plan.machine):
-            plan = saved.with_entries(plan.entries)
+        if path.exists():
+            saved = load_plan(str(path), "--out")
+            if out is not None:
+                _refuse_elsewhere(out, saved, plan.machine)
+            if not differences(saved, plan.machine):
+                plan = saved.with_entries(plan.entries)
         plan.save(path)
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
@@ -301,13 +305,20 @@ def _check_plan(file: Path, ranks: int, device: str) -> None:
     import torch
 
     from ascend_parallel.tuning.launch.devices import BACKENDS
-    from ascend_parallel.tuning.measured.chunk_plan import differences, load_plan, this_machine
+    from ascend_parallel.tuning.measured.chunk_plan import load_plan, this_machine
 
     if file.exists():
         here = replace(this_machine(ranks, torch.device(device), BACKENDS[device]), threads=1)  # as the ranks have
-        if found := differences(load_plan(str(file), "--out"), here):
-            raise PlanningError(f"--out {file}: a plan of another machine, {'; '.join(found)}: give another name")
+        _refuse_elsewhere(file, load_plan(str(file), "--out"), here)
     needs_file("--out", file, made=True)
+
+
+def _refuse_elsewhere(file: Path, saved: Plan, here: Machine) -> None:
+    """Raise `PlanningError` if a file's plan was measured on another machine than `here`."""
+    from ascend_parallel.tuning.measured.chunk_plan import differences
+
+    if found := differences(saved, here):
+        raise PlanningError(f"--out {file}: a plan of another machine, {'; '.join(found)}: give another name")
 
 
 def _in_words(entry: Entry) -> str:

@@ -53,10 +53,9 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; wrong input ends with 2 and a line that names the command and the option."""
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # its encoding may lack letters, such as that of µs
-                with suppress(OSError):  # a program may have put a pipe in the place of the file that it was
-                    stream.reconfigure(errors="replace")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters, such as that of µs
+            with suppress(OSError):  # a program may have put a pipe in the place of the file that it was
+                sys.stdout.reconfigure(errors="replace")  # stderr escapes them by itself
         named |= zip(("args", "prog_name"), args, strict=False)
         words = list(named["args"]) if named.get("args") is not None else sys.argv[1:]
         standalone = named.pop("standalone_mode", True)

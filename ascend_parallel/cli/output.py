@@ -66,7 +66,8 @@ def refuse_given(ctx: typer.Context, option: str, names: Container[str], why: st
     for param in ctx.command.params:
         source = None if param.name not in names else ctx.get_parameter_source(str(param.name))
         if source is not None and source.name == "COMMANDLINE":
-            given.append(param.opts[0])
+            off = param.secondary_opts if ctx.params[str(param.name)] is False else []
+            given.append((off or param.opts)[0])
     if given:
         raise ValueError(f"{option}: leave out {', '.join(given)}, {why}")
 

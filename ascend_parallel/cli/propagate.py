@@ -7,6 +7,8 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -171,12 +173,7 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
     where, _, name = text.rpartition(":")
     if not where:
         raise ValueError(f"{text!r}: give a module or a .py file and a function, such as my_models:llama")
-    try:
-        module = _import(where)
-    except (ValueError, ImportError):  # they name the module
-        raise
-    except Exception as error:  # the user's own module
-        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    module = _import(where)
     if not hasattr(module, name):
         functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where} has no {name!r}{nearest(name, functions)}".rstrip("."))
@@ -216,9 +213,11 @@ def _built(text: str, ranks: int, batch: int | None, seq: int | None) -> tuple[t
 
 
 def _import(where: str) -> ModuleType:
+    """Import a module or a file; raises `ValueError` or `ImportError` that names it."""
     if not where.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(where)
+        with _named(where):
+            return importlib.import_module(where)
     path = Path(where)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
@@ -226,8 +225,20 @@ def _import(where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent))  # as for a script: the file may import its neighbours
-    spec.loader.exec_module(module)
+    with _named(where):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Raise what the user's own module raises as a `ValueError` that names it; that there is none is its own error."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
 def strategy(

@@ -1,6 +1,7 @@
 """Every command, as the parser knows it: help, version, JSON, and errors of one line that name option and value."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from timelines import made
 from typer.testing import CliRunner
 
 import ascend_parallel
+from ascend_parallel.__main__ import run
 from ascend_parallel.cli.app import app
 from ascend_parallel.diagnostics.timeline.files import write
 from ascend_parallel.settings import VARIABLES
@@ -247,6 +249,46 @@ def test_a_reader_who_leaves_is_no_error(as_json, monkeypatch, capsys):
     with contextlib.suppress(BrokenPipeError):
         output.close()
     assert (ended.value.code, capsys.readouterr().err) == (1, "")
+
+
+def test_an_encoding_that_lacks_a_letter_replaces_it_in_the_output_and_escapes_it_in_errors(monkeypatch):
+    output, error = (
+        io.TextIOWrapper(io.BytesIO(), encoding="iso8859-5", errors=errors) for errors in ("strict", "backslashreplace")
+    )
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "stdout", output)
+        patches.setattr(sys, "stderr", error)
+        with pytest.raises(SystemExit):
+            app(["predict", "--tp", "µ"])
+    error.flush()
+    assert (output.errors, error.errors) == ("replace", "backslashreplace")
+    assert b"\\xb5" in error.buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("job_of_this_test.py", ": leave out .py, or -m"), ("job_of_this_test.x", ""), (".x", ""), ("", "")],
+)
+def test_a_name_that_is_no_module_is_refused_and_nothing_of_it_runs(name, hint, monkeypatch, tmp_path, capsys):
+    (tmp_path / "job_of_this_test.py").write_text("raise AssertionError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        run(["-m", name, "--layers", "2"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"run: no module named {name!r}{hint}\n")
+
+
+def test_a_package_around_a_script_has_its_arguments(monkeypatch, tmp_path, capsys):
+    package = tmp_path / "package_of_this_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys\nprint(sys.argv)\n")
+    (package / "job.py").write_text("import sys\nprint(sys.argv[1:], sys.path.count(sys.path[0]))\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    run(["-m", "package_of_this_test.job", "--layers", "2"])
+    assert capsys.readouterr().out == "['-m', '--layers', '2']\n['--layers', '2'] 1\n"
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ def test_the_command_says_what_is_wrong(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     broken = tmp_path / "broken.py"
     broken.write_text("def small(:\n")
+    failing = tmp_path / "failing.py"
+    failing.write_text("import not_installed_anywhere\n")
     for arguments, message in (
         (("examples/sharding/llama.py:small", "--mesh", "mp"), "give names and sizes"),
         (("examples/sharding/llama.py:none", "--mesh", "mp=2"), "has no 'none'"),
@@ -53,6 +55,8 @@ def test_the_command_says_what_is_wrong(monkeypatch, tmp_path):
         (("nowhere.py:small", "--mesh", "mp=2"), "nowhere.py"),
         (("small", "--mesh", "mp=2"), "give a module or a .py file and a function"),
         ((f"{broken}:small", "--mesh", "mp=2"), "broken.py raised SyntaxError: "),
+        ((f"{failing}:small", "--mesh", "mp=2"), "failing.py raised ModuleNotFoundError: No module named 'not_inst"),
+        (("no_such_module:small", "--mesh", "mp=2"), "propagate: No module named 'no_such_module'"),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "train raised TypeError"),
         (("examples/sharding/llama.py:train", "--mesh", "mp=2"), "it cannot load weights"),
         (("examples/sharding/llama.py:small", "--mesh", "mp=2", "--html", "none/p.html"), "there is no folder"),

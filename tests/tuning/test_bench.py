@@ -179,6 +179,19 @@ def test_tune_overwrites_no_plan_of_another_machine(tmp_path):
     assert path.read_text() == before
 
 
+def test_tune_overwrites_no_plan_whose_machine_its_ranks_do_not_find(tmp_path, monkeypatch):
+    """The ranks may run on another machine than the command saw, such as on other cores."""
+    path, here = tmp_path / "plan.json", replace(this_machine(2, torch.device("cpu"), "gloo"), threads=1)
+    Plan(here).save(path)
+    before = path.read_text()
+    measured = {"plan": json.loads(json.dumps(Plan(replace(here, hardware="another")).as_dict()))}
+    monkeypatch.setattr("ascend_parallel.cli.bench_request.call_with_progress", lambda *_, **__: measured)
+    ended = CliRunner().invoke(app, ["tune", "--moe", "8,96,32,16", "--chunks", "2,4", "--out", str(path)])
+    assert ended.exit_code == 2
+    assert "a plan of another machine, hardware is 'another' here" in ended.stderr
+    assert path.read_text() == before
+
+
 def found(times, **parts):
     defaults = {"rows": 64, "count": 8, "matmul": 1.0, "matmul_piece": 0.2, "weight_gradient": 1.0, "latency": 0.1}
     defaults |= {"collective": 2.0, "pieces": 2.5, "gather": 0.6, "gather_pieces": 0.5}
