@@ -34,7 +34,15 @@ from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCoun
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.fused import fused_weight
-from ascend_parallel.patches.vllm.operators import LAYER_NAME, PARALLEL_STATE, is_captured, output_of, traced
+from ascend_parallel.patches.vllm.operators import (
+    LAYER_NAME,
+    PARALLEL_STATE,
+    is_captured,
+    leave_graphs,
+    output_of,
+    run_operators_by,
+    traced,
+)
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan
@@ -69,14 +77,22 @@ class Vllm(Framework):
         self.own_graphs = False
         """Whether a compiled model has vLLM's own graphs, without operators; "auto" may leave them in large steps."""
         self.bits: RowBits | None = None  # once a worker has loaded its model
+        self.least_rows = 0
+        """The least rows of a chunk with which the matmuls of every model loaded here keep their bits; 0: not asked."""
         # From the plan of COC_PLAN; with "auto" and COC_TUNE once they are known, before the first request.
         self.counts: PlannedCounts | MeasuredCounts | None = self._planned()
         self.tried: Way | None = None  # of a dummy step
-        self.hook: RemovableHandle | None = None  # by which steps of a compiled model leave its graphs
+        self.row_forward: Function | None = None  # the replacement of the row layer's forward
+        # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
+        self._leaving: WeakKeyDictionary[torch.nn.Module, MeasuredCounts | None] = WeakKeyDictionary()
+        self._hooks: list[RemovableHandle] = []
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
     def forget_model(self) -> None:
-        """Forget what is known of a model: a worker has loaded another."""
+        """Forget what is known of a model: a worker has loaded another.
+
+        What an engine that is still in use depends on stays: its hook, its way out of the graphs, and the least rows.
+        """
         self.operators, self.own_graphs, self.bits, self.counts = 0, False, None, self._planned()
 
     def _planned(self) -> PlannedCounts | None:
@@ -121,8 +137,12 @@ class Vllm(Framework):
     def compiled_away(self, layer: Any, how: Compiled, *, original: bool | None = None) -> bool:
         """Tell whether vLLM's own code of `layer` alone runs in its graphs, in every step."""
         inside = how in (Compiled.IN_GRAPHS, Compiled.IN_ONE_GRAPH)
-        leaves = self.own_graphs and isinstance(self.counts, MeasuredCounts) and self.counts.leave_graphs
-        return inside and not leaves and not hasattr(layer, LAYER_NAME)
+        return inside and not hasattr(layer, LAYER_NAME) and not self._leaves_graphs(layer)
+
+    def _leaves_graphs(self, layer: Any) -> bool:
+        """Tell whether the model of a layer leaves its graphs in some steps."""
+        leaving = [model for model, timed in self._leaving.items() if timed is not None and timed.leave_graphs]
+        return any(module is layer for model in leaving for module in model.modules())
 
     def uncovered_call(self, layer: Any, x: torch.Tensor) -> str | None:
         """Return the reason why vLLM's own forward of `layer` must run for an input x, or None."""
@@ -176,24 +196,42 @@ class Vllm(Framework):
         """Return a context in which vLLM's own code runs, with its own all-reduces."""
         return self.trying(WHOLE)
 
-    def leaves_graphs(self, tokens: int, device: str) -> bool:
+    def may_leave_graphs(self, model: torch.nn.Module, timed: MeasuredCounts | None = None) -> None:
+        """Let steps of a compiled model leave its graphs, as was timed; None: while dummy steps try it."""
+        self._leaving[model] = timed
+        self._hook()
+
+    def leaves_graphs(self, model: torch.nn.Module, tokens: int, device: str) -> bool:
         """Tell whether a step of a compiled model runs outside its graphs, where rows stay unfinished past a layer.
 
         A step that is too small to be cut stays in them.
         """
         if tokens < LEAST_TOKENS or is_captured():
             return False
-        way = self.tried
-        if way is None and isinstance(self.counts, MeasuredCounts):
-            way = self.counts.way(tokens)
+        way, timed = self.tried, self._leaving.get(model)
+        if way is None and timed is not None:
+            way = timed.way(tokens)
         return way is not None and way.eager and len(token_chunks(tokens, way.chunks, device, self.least_rows)) > 1
 
+    def put_in_force(self) -> None:
+        """Have operators run these layers, and let compiled models leave their graphs: again, after an error."""
+        super().put_in_force()
+        run_operators_by(self.row_forward)
+        self._hook()
+
     def put_out_of_force(self) -> None:
-        """Let a compiled model stay in its graphs."""
+        """Have operators run vLLM's own code, and let compiled models stay in their graphs."""
         super().put_out_of_force()
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
+        run_operators_by(None)
+        self._unhook()
+
+    def _hook(self) -> None:
+        self._unhook()
+        self._hooks = [leave_graphs(model, self.leaves_graphs) for model in self._leaving]
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def chunks(self, tokens: int, device: str, summed: Sum) -> Sizes:
         """Return the rows of each chunk of a sum over ranks; a single one: the original runs."""
@@ -214,10 +252,9 @@ class Vllm(Framework):
         known = None if self.counts is None else self.counts.count(tokens, summed)
         return self.settings.num_chunks if known is None else known
 
-    @property
-    def least_rows(self) -> int:
-        """The least rows of a chunk with which the model's matmuls keep their bits; 0: not asked yet."""
-        return self.bits.least if self.bits is not None else 0
+    def asked_bits(self, bits: RowBits) -> None:
+        """Keep what a model's matmuls were asked; a model before it may be in use, and keeps its least rows."""
+        self.bits, self.least_rows = bits, max(self.least_rows, bits.least)
 
     def ladder(self, device: str) -> Sizes:
         """Return the allowed rows of a chunk."""
@@ -277,6 +314,7 @@ def row_forward(original: Function, vllm: Vllm) -> Function:
         return _with_bias(self, run_linear(vllm, call))
 
     vars(forward)["ascend_parallel"] = vllm
+    vllm.row_forward = forward
     return forward
 
 

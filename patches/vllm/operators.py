@@ -18,6 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
 
 NAME = "vllm_row_linear"
@@ -26,6 +27,8 @@ LINEAR = "vllm.model_executor.layers.linear"
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 # The attribute of a layer that runs as an operator in compiled graphs: its name in the context of a forward.
 LAYER_NAME = "ascend_parallel_name"
+# The attribute of vLLM's class of row layers with the forward that operators run, while our patches are in force.
+FORWARD = "ascend_parallel_forward"
 # Passes of vLLM that fuse the all-reduces of a graph, under the names of its releases.
 FUSING_PASSES = (
     "fuse_allreduce_rms",
@@ -40,8 +43,22 @@ def row_linear(x: torch.Tensor, features: int, layer: str) -> torch.Tensor:
     module = _context().no_compile_layers[layer]
     if x.shape[0] < LEAST_TOKENS:
         return own_forward(module, x)
-    # What a subclass does around this forward is in the graph.
-    return finished(output_of(sys.modules[LINEAR].RowParallelLinear.forward(module, x)))
+    forward = getattr(type(module), FORWARD, None)
+    if forward is None:
+        return own_forward(module, x)
+    return finished(output_of(forward(module, x)))
+
+
+def run_operators_by(forward: Function | None) -> None:
+    """Have operators run a replacement of ``RowParallelLinear.forward``; None: vLLM's own code.
+
+    Not what the class has by now: what a subclass, or a later patch of another package, does around it is in the graph.
+    """
+    kind = sys.modules[LINEAR].RowParallelLinear
+    if forward is not None:
+        setattr(kind, FORWARD, forward)
+    elif FORWARD in vars(kind):
+        delattr(kind, FORWARD)
 
 
 def own_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -129,17 +146,17 @@ def can_leave_graphs(config: Any) -> bool:
     return known and compilation_mode(config) > 1
 
 
-def leave_graphs(model: torch.nn.Module, wanted: Callable[[int], bool]) -> RemovableHandle:
-    """Run a step of a compiled model outside its graphs where ``wanted(tokens)``; return the hook that does that.
+def leave_graphs(model: torch.nn.Module, wanted: Callable[[torch.nn.Module, int, str], bool]) -> RemovableHandle:
+    """Run a step of a compiled model outside its graphs where ``wanted(model, tokens, device)``; return the hook.
 
-    The answers have to be the same on every rank.
+    device: its type. The answers have to be the same on every rank.
     """
 
-    def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(own: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("positions")
         if positions is None or torch.compiler.is_compiling():
             return
-        if in_forward() and wanted(positions.shape[-1]):
+        if in_forward() and wanted(own, positions.shape[-1], positions.device.type):
             _context().skip_compiled = True
 
     return model.register_forward_pre_hook(look, with_kwargs=True)

@@ -40,7 +40,6 @@ from ascend_parallel.patches.vllm.operators import (
     compilation_mode,
     fusing_pass,
     give_names,
-    leave_graphs,
 )
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.tuning.measured.tuner import Tuner
@@ -64,9 +63,11 @@ def load_model(original: Function, vllm: Vllm) -> Function:
         config = self.vllm_config
         if is_compiled(config) and fusing_pass(config) is None:
             model, context = self.worker.get_model(), config.compilation_config.static_forward_context
-            vllm.own_graphs = keeps_own_graphs(config, self.worker.model_runner, model, vllm)
+            rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
+            if rows:  # settings decide whether graphs have operators, in which ranks would wait for each other
+                vllm.agree(vllm.group_of(next(iter(rows))), next(model.parameters()).device)
+            vllm.own_graphs = keeps_own_graphs(config, self.worker, model, vllm)
             if not vllm.own_graphs:
-                rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
                 vllm.operators = give_names(model, rows, context)
         return loaded
 
@@ -121,7 +122,7 @@ def covered(model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     group, device = vllm.group_of(layers[0]), next(model.parameters()).device
     vllm.agree(group, device)
     multiplied = linear_layers(model) if vllm.leaves_rows else layers
-    vllm.bits = ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device)
+    vllm.asked_bits(ask(matmuls_of(multiplied), vllm.ladder(device.type), most_tokens(config), group, device))
     if vllm.settings.fused and device.type == "npu":
         text += f", fused from {LEAST_TOKENS} tokens on where torch_npu's operator can run; else"
     text += f", {chunks_in_words(vllm, sums_of(layers), device.type)}"
@@ -133,14 +134,16 @@ def has_operators(config: Any, vllm: Vllm) -> bool:
     return is_compiled(config) and not vllm.own_graphs
 
 
-def keeps_own_graphs(config: Any, runner: Any, model: torch.nn.Module, vllm: Vllm) -> bool:
+def keeps_own_graphs(config: Any, worker: Any, model: torch.nn.Module, vllm: Vllm) -> bool:
     """Tell whether a compiled model keeps vLLM's own graphs, without operators, for which a small step pays.
 
     So it is where "auto" can time steps outside them, and no device graph hides what an operator costs.
     """
-    chosen = vllm.asked.auto and not vllm.asked.tune and not vllm.settings.fused
-    outside = bool(vllm.leaves_rows) and can_leave_graphs(config) and untimed(config, runner) is None
-    return chosen and outside and not captures_graphs(config, next(model.parameters()).device.type)
+    device = next(model.parameters()).device.type
+    fused = vllm.settings.fused and device == "npu"
+    if not vllm.asked.auto or vllm.asked.tune or fused or not vllm.leaves_rows or captures_graphs(config, device):
+        return False
+    return can_leave_graphs(config) and untimed(config, worker.model_runner) is None
 
 
 def untimed(config: Any, runner: Any) -> str | None:
@@ -182,10 +185,13 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         now(like)
 
     ways = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
-    if tuner is None and vllm.leaves_rows and can_leave_graphs(config):
-        vllm.hook = leave_graphs(model, functools.partial(vllm.leaves_graphs, device=device.type))
+    leaves = tuner is None and vllm.leaves_rows and can_leave_graphs(config)
+    if leaves:
+        vllm.may_leave_graphs(model)
         ways += EAGER
     vllm.counts = measured = measure(step, tokens, ways, group)
+    if leaves:
+        vllm.may_leave_graphs(model, measured)
     if tuner is None:
         return f"auto, {measured}"
     keep(

@@ -9,6 +9,7 @@ import torch
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.patches.compiled import Compiled
+from ascend_parallel.patches.vllm import start
 from ascend_parallel.patches.vllm.auto import (
     CUT,
     EAGER,
@@ -23,9 +24,11 @@ from ascend_parallel.patches.vllm.auto import (
     measure,
     tried_tokens,
 )
+from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm
-from ascend_parallel.patches.vllm.operators import LAYER_NAME
+from ascend_parallel.patches.vllm.operators import LAYER_NAME, LINEAR
+from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 
@@ -86,27 +89,48 @@ def test_a_number_of_tokens_takes_the_count_of_the_nearest():
     ("device", "leaving"), [("cpu", [False, False, True, True]), ("npu", [False, False, False, True])]
 )
 def test_a_step_leaves_the_graphs_only_if_it_would_be_cut_there(device, leaving):
-    vllm = Vllm(Settings(num_chunks=4), "0.32.0")
-    vllm.counts = MeasuredCounts((TimedSteps(2048, {}, Way(4, eager=True)),), 0.0)
-    assert [vllm.leaves_graphs(tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
+    vllm, model = Vllm(Settings(num_chunks=4), "0.32.0"), torch.nn.Module()
+    vllm.may_leave_graphs(model, in_way(Way(4, eager=True)))
+    vllm.counts = in_way(WHOLE)  # of another engine, which was loaded later
+    assert [vllm.leaves_graphs(model, tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
+    assert not any(vllm.leaves_graphs(torch.nn.Module(), tokens, device) for tokens in (1, 255, 512, 2048))
+
+
+def in_way(way):
+    """Return what would be known if this way was the fastest; None: nothing is."""
+    return way and MeasuredCounts((TimedSteps(2048, {}, way),), 0.0)
 
 
 @pytest.mark.parametrize(
-    ("layer", "own", "way", "away"),
+    ("name", "way", "away"),
     [
-        ({LAYER_NAME: "down"}, False, None, False),  # an operator
-        ({}, False, None, True),
-        ({}, True, None, True),  # nothing is timed yet
-        ({}, True, WHOLE, True),
-        ({}, True, Way(4, eager=True), False),
+        ("down", None, False),  # an operator
+        (None, None, True),  # nothing is timed yet
+        (None, WHOLE, True),
+        (None, Way(4, eager=True), False),
     ],
 )
-def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(layer, own, way, away):
-    vllm = Vllm(Settings(num_chunks=4), "0.32.0")
-    vllm.own_graphs = own
-    vllm.counts = way and MeasuredCounts((TimedSteps(2048, {}, way),), 0.0)
-    assert vllm.compiled_away(SimpleNamespace(**layer), Compiled.IN_ONE_GRAPH) is away
-    assert vllm.compiled_away(SimpleNamespace(**layer), Compiled.NOT) is False
+def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(name, way, away):
+    vllm, layer, beside = Vllm(Settings(num_chunks=4), "0.32.0"), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    if name is not None:
+        setattr(layer, LAYER_NAME, name)
+    model = torch.nn.Sequential(torch.nn.Sequential(layer))
+    vllm.may_leave_graphs(model, in_way(way))
+    assert vllm.compiled_away(layer, Compiled.IN_ONE_GRAPH) is away
+    assert vllm.compiled_away(layer, Compiled.NOT) is False
+    assert vllm.compiled_away(beside, Compiled.IN_ONE_GRAPH) is True  # of a model that never leaves its graphs
+
+
+def test_a_second_engine_leaves_the_first_its_least_rows():
+    vllm = Vllm(Settings(num_chunks=8), "0.32.0")
+    summed, bits = Sum(768, 768, torch.float32), [RowBits(least, 1, (), 0.0) for least in (512, 128)]
+    vllm.asked_bits(bits[0])
+    first = vllm.chunks(2048, "cpu", summed)
+    assert min(first) == 512
+    vllm.forget_model()
+    assert vllm.bits is None and vllm.chunks(2048, "cpu", summed) == first
+    vllm.asked_bits(bits[1])
+    assert vllm.chunks(2048, "cpu", summed) == first
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
@@ -143,3 +167,38 @@ def test_ranks_time_the_same_steps_and_take_the_same_counts(ranks):
     assert first[0] == second[0] == [4, 8] and first[2] == second[2]
     assert first[2] == [(tokens, way.chunks) for tokens in (2048, 512) for _ in range(1 + TURNS) for way in WAYS]
     assert "2048 tokens in 4 chunks (" in first[1] and "512 tokens in 8 chunks (" in first[1]
+
+
+class OneLayer(torch.nn.Module):
+    """A model whose only module is a row layer of vLLM by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = type("RowParallelLinear", (torch.nn.Linear,), {"__module__": LINEAR})(2, 2)
+
+
+class Bare(Vllm):
+    """The framework in a process without vLLM."""
+
+    def group_of(self, layer):
+        return torch.distributed.group.WORLD
+
+    def uncovered(self, layer):
+        return None
+
+
+def loads_with_other_settings(group):
+    """Load a compiled model whose graphs have operators on rank 1 alone, by the settings; return the error."""
+    settings = {"auto": True} if group.rank() == 0 else {"num_chunks": 4}
+    compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(), static_forward_context={})
+    config = SimpleNamespace(compilation_config=compilation, parallel_config=SimpleNamespace(data_parallel_size=1))
+    worker = SimpleNamespace(get_model=OneLayer, model_runner=SimpleNamespace(_dummy_run=None))
+    load = start.load_model(lambda self: None, Bare(Settings(**settings), "0.32.0"))
+    with pytest.raises(DisagreementError) as error:
+        load(SimpleNamespace(worker=worker, vllm_config=config))
+    return str(error.value)
+
+
+def test_settings_that_differ_are_named_before_a_graph_is_traced(ranks):
+    for error in ranks(2).run(loads_with_other_settings):
+        assert "COC_PARALLEL_NUM" in error

@@ -11,12 +11,12 @@ from vllm import envs
 from vllm.compilation.backends import split_graph
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from ascend_parallel.patches.vllm import operators, start
-from ascend_parallel.patches.vllm.auto import Sum
+from ascend_parallel.patches.vllm.auto import Sum, Way
 from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
 from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
 from ascend_parallel.settings import Settings
@@ -60,6 +60,13 @@ class Model(torch.nn.Module):
         return z + bias
 
 
+class Step(torch.nn.Module):
+    """A model that computes nothing."""
+
+    def forward(self, positions):
+        return positions
+
+
 class Traced:
     """A backend that keeps the graphs, and runs each in pieces."""
 
@@ -87,11 +94,13 @@ def context(layers, mode=CUDAGraphMode.NONE):
 def group(monkeypatch):
     """A tensor-parallel group of one rank, and vLLM's forward replaced."""
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(_all_reduce_out_place=lambda y: y))
-    replaced = row_forward(RowParallelLinear.forward, Vllm(Settings(num_chunks=4), "0.32.0"))
-    monkeypatch.setattr(RowParallelLinear, "forward", replaced)
+    framework = Vllm(Settings(num_chunks=4), "0.32.0")
+    monkeypatch.setattr(RowParallelLinear, "forward", row_forward(RowParallelLinear.forward, framework))
+    framework.put_in_force()
     torch.manual_seed(0)
     with torch.inference_mode():
         yield
+    framework.put_out_of_force()
 
 
 @pytest.fixture
@@ -133,6 +142,49 @@ def test_what_a_subclass_does_around_the_forward_is_done_once():
             x = torch.randn(tokens, K)
             assert torch.equal(run(x), model(x))
     assert len(calls(backend.graphs[0])) == 1
+
+
+def test_what_a_later_patch_does_around_the_forward_is_done_once(model, monkeypatch):
+    ours, layers = RowParallelLinear.forward, {}
+    monkeypatch.setattr(RowParallelLinear, "forward", lambda self, input_: 2 * ours(self, input_ + 1))
+    operators.give_names(model, {model.first}, layers)
+    run, backend = compiled(model.first)
+    with context(layers):
+        for tokens in (600, 7):
+            x = torch.randn(tokens, K)
+            assert torch.equal(run(x), model.first(x))
+    assert len(calls(backend.graphs[0])) == 1
+
+
+def test_operators_run_vllms_own_code_once_the_patches_are_reverted(model):
+    x, framework = torch.randn(600, K), RowParallelLinear.forward.ascend_parallel
+    with context({"first": model.first}):
+        expected = torch.ops.ascend_parallel.vllm_row_linear(x, N, "first")
+        framework.put_out_of_force()
+        assert not hasattr(RowParallelLinear, operators.FORWARD)
+        assert torch.equal(torch.ops.ascend_parallel.vllm_row_linear(x, N, "first"), expected)
+
+
+def test_hooks_of_all_models_go_with_the_patches_and_come_back_once():
+    framework, models = RowParallelLinear.forward.ascend_parallel, [Step(), Step()]
+
+    def left():
+        """Return which models leave their graphs in a dummy step in chunks outside these."""
+        found = []
+        for model in models:
+            with context({}), framework.trying(Way(4, eager=True)):
+                model(positions=torch.zeros(600))
+                found.append((get_forward_context().skip_compiled, len(model._forward_pre_hooks)))
+        return found
+
+    for model in models:
+        framework.may_leave_graphs(model)
+    assert left() == [(True, 1)] * 2
+    framework.put_out_of_force()
+    assert left() == [(False, 0)] * 2
+    for _ in range(2):  # after an error; and once another module is imported
+        framework.put_in_force()
+    assert left() == [(True, 1)] * 2
 
 
 @pytest.mark.parametrize("skip_bias_add", [False, True])
@@ -198,19 +250,20 @@ def test_a_pass_that_fuses_all_reduces_keeps_them():
         ({"auto": True}, {"mode": 1}, False),  # torch compiles the whole model
         ({"auto": True}, {"replicas": 2}, False),  # nothing is timed
         ({"auto": True, "region": False}, {}, False),
-        ({"auto": True, "fused": True}, {}, False),
-        ({"tune": "plan.json"}, {}, False),
-        ({"num_chunks": 4}, {}, False),
+        ({"auto": True, "fused": True}, {}, True),  # without effect there
+        ({"auto": True, "fused": True}, {"device": "npu"}, False),
+        ({"tune": "plan.json"}, {"worker": None}, False),  # it is not asked then
+        ({"num_chunks": 4}, {"worker": None}, False),
     ],
 )
 def test_auto_puts_no_operator_into_graphs_where_nothing_hides_its_cost(settings, config, own):
-    given = {"mode": 2, "replicas": 1, "captures": "NONE", "device": "cpu", **config}
+    worker = SimpleNamespace(model_runner=SimpleNamespace(_dummy_run=None))
+    given = {"mode": 2, "replicas": 1, "captures": "NONE", "device": "cpu", "worker": worker, **config}
     compilation = SimpleNamespace(mode=given["mode"], cudagraph_mode=CUDAGraphMode[given["captures"]])
     parallel = SimpleNamespace(data_parallel_size=given["replicas"])
     vllm_config = SimpleNamespace(compilation_config=compilation, parallel_config=parallel)
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=SimpleNamespace(type=given["device"]))]))
-    runner = SimpleNamespace(_dummy_run=None)
-    assert start.keeps_own_graphs(vllm_config, runner, model, Vllm(Settings(**settings), "0.32.0")) is own
+    assert start.keeps_own_graphs(vllm_config, given["worker"], model, Vllm(Settings(**settings), "0.32.0")) is own
 
 
 def test_without_vllms_switch_the_graphs_have_operators(monkeypatch):
