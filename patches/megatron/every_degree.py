@@ -36,6 +36,8 @@ from ascend_parallel.patches.norms import install_norm, is_blocked, run_norm
 STRIDE_IS_KNOWN = (0, 16)
 # Since this version the cross-entropy is given its group.
 LOSS_TAKES_GROUP = (0, 19)
+# Since this version parameters may be clipped in groups, and the method that returns their gradients has another name.
+NORM_TAKES_GROUP = (0, 19)
 
 # Configurations whose sums or masks over the tensor-parallel group have no tree.
 REFUSED = {
@@ -147,6 +149,10 @@ def _group() -> dist.ProcessGroup:
 
 def _patches(version: tuple[int, ...]) -> list[Patch]:
     of_group = ("tp_group",) if version >= LOSS_TAKES_GROUP else ()
+    gradients = "get_main_grads_for_grad_norm"
+    of_norm: tuple[str, ...] = ()
+    if version >= NORM_TAKES_GROUP:
+        gradients, of_norm = "get_grads_for_grad_norm", ("grad_norm_group",)
     return [
         Patch(
             target="megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy.calculate_predicted_logits",
@@ -182,9 +188,9 @@ def _patches(version: tuple[int, ...]) -> list[Patch]:
             reason="sums the gradients of norms in blocks of rows",
         ),
         Patch(
-            target="megatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm",
+            target=f"megatron.core.optimizer.optimizer.MegatronOptimizer.{gradients}",
             replacement=_gradients_for_norm,
-            parameters=("self",),
+            parameters=("self", *of_norm),
             reason="sums the squares of gradients in the blocks of their weights",
         ),
     ]
@@ -308,18 +314,18 @@ def _is_norm(module: Any) -> bool:
 
 
 def _gradients_for_norm(original: Function) -> Function:
-    """Make the method that replaces ``MegatronOptimizer.get_main_grads_for_grad_norm``.
+    """Make the method that replaces ``MegatronOptimizer.get_main_grads_for_grad_norm``, of the group that it is given.
 
     It returns one gradient of one element, the norm of all, on the first rank, and none on the others: Megatron-core
     adds the squares over the ranks.
     """
 
     @functools.wraps(original)
-    def gradients(self: Any) -> list[torch.Tensor]:
+    def gradients(self: Any, *of_group: Any, **named: Any) -> list[torch.Tensor]:
         if any(kind.__name__ == "DistributedOptimizer" for kind in type(self).__mro__):
             raise _not_whole(self)
         group = _group()
-        kept = {id(gradient) for gradient in original(self)}
+        kept = {id(gradient) for gradient in original(self, *of_group, **named)}
         blocks, replicated = [], []
         for parameter in self.get_parameters():
             gradient = parameter.grad
