@@ -8,6 +8,7 @@ import torch.distributed as dist
 from backends import as_backend
 from layers import Layers
 from marks import promise
+from pairwise import base_choice
 from pool import on_ranks
 from test_linear import SHAPES, check_column, check_row
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,8 +83,7 @@ def bits(group, variants, dtype, shapes=SMALL):
 
 
 @pytest.mark.sample("2-torch.float32")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (3, torch.float32)), ids=str)
 def test_bits_are_those_of_tiles_summed_in_rank_order(ranks, count, dtype):
     variants = [ordered(num_chunks=chunks) for chunks in CHUNKS] * 2
     assert ranks(count).run(bits, variants, dtype) == [(True, 1)] * count
@@ -220,8 +220,7 @@ def every_path(group, dtype):
 
 @promise("more-ranks")
 @pytest.mark.sample("4-torch.bfloat16")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (4, torch.float32)), ids=str)
 def test_every_path_matches_the_truth(ranks, count, dtype):
     ranks(count).run(every_path, dtype)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from backends import as_backend
 from logged import logged
+from pairwise import base_choice
 from pool import on_ranks
 from tolerances import LIMIT, close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,9 +62,8 @@ def every_case(group, dtype):
     return worst
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.sample("1-torch.float32", "3-torch.bfloat16")
+@pytest.mark.parametrize(("count", "dtype"), base_choice([1, 2, 3, 4, 5], DTYPES, (3, torch.float32)), ids=str)
 def test_every_shape_and_chunk_count_matches_the_truth(ranks, count, dtype):
     for worst in ranks(count).run(every_case, dtype):
         assert set(worst) == {"all_reduce", "all_gather", "reduce_scatter"}

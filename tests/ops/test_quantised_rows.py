@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, exact
+from pairwise import base_choice
 from pool import on_ranks
 from tolerances import close
 
@@ -86,8 +87,9 @@ def drawn(group, rows, grain, dtype, offset=False):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "dtype"), base_choice([2, 3, 4], [*DTYPES, torch.float64], (3, torch.float32)), ids=str
+)
 @on_ranks()
 def test_products_of_int8_match_the_truth(group, dtype):
     ranks, rank = group.size(), group.rank()

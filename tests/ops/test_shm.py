@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import promise
+from pairwise import base_choice
 from pool import on_ranks
 from shm_cases import DTYPES, OPERATORS, check_call, cut, operands, pieces_of, rank_order_sum, same, segments
 from test_linear import SHAPES, check_column, check_row
@@ -33,8 +34,7 @@ def every_path(group, dtype):
 
 
 @pytest.mark.sample("4-torch.float32")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (3, torch.float32)), ids=str)
 def test_every_path_matches_the_truth(ranks, count, dtype):
     for counts in ranks(count).run(every_path, dtype):
         assert set(counts) == set(OPERATORS)
@@ -60,8 +60,7 @@ def bits(group, dtype):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (3, torch.float32)), ids=str)
 def test_results_are_the_pieces_matmuls_summed_in_rank_order(ranks, count, dtype):
     halves = ranks(count).run(bits, dtype)
     assert halves == [shm.FIRST_BYTES] * count  # pieces: no result was in a stage as a whole

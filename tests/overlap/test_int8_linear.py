@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from int8 import DTYPES, exact, fitting
+from pairwise import base_choice
 from pool import on_ranks
 from tolerances import LIMIT, close
 
@@ -88,8 +89,9 @@ def with_rounded_sums(group, inputs, weights, truths, grain, settings):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "dtype"), base_choice([2, 3, 4], [*DTYPES, torch.float64], (3, torch.float32)), ids=str
+)
 @on_ranks()
 def test_layers_match_the_truth(group, dtype):
     kinds = (column, row, row_without_sequence_parallelism)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from every_degree import at_degrees, digest
 from marks import promise
+from pairwise import base_choice
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -154,8 +155,7 @@ def of_optimizer(group, name, dims):
 
 
 @pytest.mark.sample("Muon-(0, 1)", "LBFGS-(0,)", "AdamW-(0, 1)")
-@pytest.mark.parametrize("dims", [(0, 1), (0,)], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "dims"), base_choice(OPTIMIZERS, [(0, 1), (0,)], ("LBFGS", (0, 1))), ids=str)
 def test_an_optimizer_has_the_same_bits_at_every_degree_or_is_an_error(ranks, name, dims):
     one, *others = at_degrees(ranks, of_optimizer, name, dims)
     for found in others:
