@@ -296,18 +296,21 @@ def test_a_package_around_a_script_has_its_arguments(monkeypatch, tmp_path, caps
     ("words", "parts"),
     [
         (("run",), ()),
-        (("run", "missing.py"), ("run: ", "missing.py")),
         (("run", "-m", "missing.train"), ("run: ", "no module named 'missing.train'")),
-        (("verify", "-m", "missing"), ("verify: ", "no module named 'missing'")),
-        (("verify",), ()),
         (("verify", "missing.py"), ("verify: ", "missing.py")),
-        (("verify", "--nonsense", "missing.py"), ("verify: ", "--nonsense")),
         (("verify", "--every", "many", "missing.py"), ("verify: ", "--every", "'many'")),
-        (("verify", "--every", "0", "missing.py"), ("verify: ", "--every", "'0'")),
         (("propagat",), ("ascend-parallel: ", "'propagat'", "'propagate'")),
-        (("predict", "--tp"), ("predict: ", "--tp")),
-        (("propagate",), ("propagate: ", "MODULE:FUNCTION")),
         (("plan-training", "--model", "llama2-7b"), ("plan-training: ", "--ranks")),
+        # Other words for the same refusals:
+        pytest.param(("run", "missing.py"), ("run: ", "missing.py"), marks=pytest.mark.stress),
+        pytest.param(("verify", "-m", "missing"), ("verify: ", "no module named 'missing'"), marks=pytest.mark.stress),
+        pytest.param(("verify",), (), marks=pytest.mark.stress),
+        pytest.param(("verify", "--nonsense", "missing.py"), ("verify: ", "--nonsense"), marks=pytest.mark.stress),
+        pytest.param(
+            ("verify", "--every", "0", "missing.py"), ("verify: ", "--every", "'0'"), marks=pytest.mark.stress
+        ),
+        pytest.param(("predict", "--tp"), ("predict: ", "--tp"), marks=pytest.mark.stress),
+        pytest.param(("propagate",), ("propagate: ", "MODULE:FUNCTION"), marks=pytest.mark.stress),
     ],
     ids=name_of,
 )

@@ -8,6 +8,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from agreements import agreements
+from pairwise import pairwise
 from plans import by_hand, planned_collectives
 from pool import on_ranks
 from sharded_models import (
@@ -151,9 +152,9 @@ def whole(layer, operator, parts):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("recompute", [None, "keep", "recompute"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "form", "recompute"), pairwise([2, 3, 4], FORMS, [None, "keep", "recompute"]), ids=str
+)
 @on_ranks()
 def test_what_was_measured_cuts_the_matmuls_of_a_plan(group, form, recompute):
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
