@@ -117,9 +117,9 @@ def made(sections):
 
 
 @promise("report-names")
-@pytest.mark.sample("hangs-6-not done within 6 s")
+@pytest.mark.sample("hangs-3-not done within 3 s")
 @pytest.mark.parametrize(
-    ("measure", "limit", "said"), [(fails, 120, "rank 1 ended with status 1"), (hangs, 6, "not done within 6 s")]
+    ("measure", "limit", "said"), [(fails, 120, "rank 1 ended with status 1"), (hangs, 3, "not done within 3 s")]
 )
 def test_a_section_that_fails_or_hangs_says_so_and_the_report_goes_on(measure, limit, said, monkeypatch):
     for name, value in PLANTED.items():

@@ -214,13 +214,13 @@ def test_the_greedy_set_is_a_smallest_one_for_these_models(case):
 
 @pytest.mark.slow
 def test_a_deep_vit_has_two_operators_to_configure():
-    """32 blocks of transformers: the layers of all blocks are named once, and each of the two is needed."""
+    """12 blocks of transformers: the layers of all blocks are named once, and each of the two is needed."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(num_hidden_layers=32, hidden_size=1280, num_attention_heads=16)
+    config = transformers.ViTConfig(num_hidden_layers=12, hidden_size=1280, num_attention_heads=16)
     with torch.device("meta"):
         model = transformers.ViTForImageClassification(config)
         advice = advise(model, (torch.zeros(64, 3, 224, 224),), ProcessMesh(list(range(8)), ["mp"]))
-    assert [each.count for each in advice.advised] == [1, 64]  # docs/propagation.md has the table
+    assert [each.count for each in advice.advised] == [1, 24]  # docs/propagation.md has the table of 32 blocks
     assert advice.advised[1].pattern.startswith("vit.layers.*.")
     assert all(each.seconds > 1e-3 for each in advice.advised)
     assert advice.alone > 2 * advice.seconds

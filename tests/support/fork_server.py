@@ -140,7 +140,8 @@ def run(call, files):
     own = {"-c": "", "-m": str(Path.cwd())}.get(kind, str(Path(program).resolve().parent))
     sys.path[:0] = [own, *folders]
     sys.argv = [kind or program, *words]
-    ascend_parallel_autoload.register()  # as `import torch` does at its end
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        ascend_parallel_autoload.register()  # as `import torch` does at its end
     if kind == "-m":
         runpy._run_module_as_main(program)
         return

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from launch import forked_python
+from launch import COMMON, forked_python
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,15 +24,18 @@ def steps(page):
     return found
 
 
-def run(command, folder):
-    """Run a block of commands as in the root of the repository, what they write in `folder`; return their output."""
+def run(command, folder, frameworks=()):
+    """Run a block of commands as in the root of the repository, what they write in `folder`; return their output.
+
+    frameworks: modules that its programs begin with, beside those of `COMMON`: each would import them anew.
+    """
     for name in ("examples", "docs"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
     silencing = ("OMP_NUM_THREADS", "PYTHONWARNINGS")  # a reader's shell has none of them
     kept = {name: value for name, value in os.environ.items() if "COC_" not in name and name not in silencing}
     kept |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
-    kept["PATH"] = f"{Path(forked_python()).parent}{os.pathsep}{kept['PATH']}"
+    kept["PATH"] = f"{Path(forked_python(*COMMON, *frameworks)).parent}{os.pathsep}{kept['PATH']}"
     kept["XDG_CACHE_HOME"] = str(folder / "cache")
     words = ["bash", "-euo", "pipefail", "-c", command]
     ended = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=240, check=False)
@@ -60,11 +63,11 @@ def _plain(line):
     return re.sub(r"[\s─━]+", " ", NUMBER.sub("#", line)).strip()
 
 
-def walk(page, folder):
-    """Run all commands of a page, see that they print what it shows, and return each one's output."""
+def walk(page, folder, frameworks=()):
+    """Run all commands of a page, see that they print what it shows, and return each one's output; as `run`."""
     printed = []
     for command, shown in steps(page):
-        printed.append(run(command, folder))
+        printed.append(run(command, folder, frameworks))
         assert missing(shown, printed[-1]) == [], printed[-1]
         assert other_losses(shown, printed[-1]) == [], printed[-1]
     return printed
