@@ -20,7 +20,7 @@ from marks import promise
 from ascend_parallel.patches.dtensor_norm import install_norms, remove_norms
 from ascend_parallel.patches.transformers import on_one_rank
 
-STEPS = 5
+STEPS = 3
 TREE = {"deterministic": "tp"}
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 8}
 

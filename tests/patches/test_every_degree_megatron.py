@@ -2,20 +2,20 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from every_degree import at_degrees, digest, refused_in_the_tree
 from gpt_training import LLAMA, megatron
+from launch import forked_python
 from marks import promise
 from megatron_cpu import finalize_gradients, megatron_on_cpu, next_token_loss, small_gpt
 from pool import on_ranks
 
 import ascend_parallel
 
-STEPS = 5
+STEPS, FEW = 5, 3  # those of a second comparison, whose first is a test of its own
 TREE = {"deterministic": "tp"}
 # Fused [gate; up] and grouped queries, dropout, an untied output layer.
 GPT = {"hidden": 128, "heads": 16, "ffn_hidden_size": 512, "tied": False, **LLAMA, "num_query_groups": 8}
@@ -74,7 +74,7 @@ class PlainOptimizer(torch.optim.AdamW):
         return 1.0
 
 
-def train(group, options, settings, dtype=torch.float32, batch=(4, 32), steps=STEPS):
+def train(group, options, settings, dtype=torch.float32, steps=STEPS, batch=(4, 32)):
     """The losses and norms of some steps of [sequences, tokens], and digests of all weights after them, of all ranks.
 
     Megatron-core has no sequence parallelism on one rank.
@@ -113,7 +113,7 @@ def test_a_gpt_trains_alike_at_every_degree(ranks, options, dtype):
 
 
 def of_batches(group, cases):
-    return [train(group, options, TREE, torch.float32, batch, 2) for options, batch in cases]
+    return [train(group, options, TREE, torch.float32, 2, batch) for options, batch in cases]
 
 
 @promise("degree-tails")
@@ -138,22 +138,24 @@ def test_batches_and_features_that_are_no_whole_vectors(ranks):
 )
 def test_sequence_parallelism_changes_nothing(ranks, options, dtype):
     """The gradients of norms and row-parallel biases are summed over tokens in the tree, on one rank as on several."""
-    (one,) = at_degrees(ranks, train, options, TREE, dtype, degrees=(1,))
-    assert at_degrees(ranks, train, {**options, "sequence_parallel": True}, TREE, dtype, degrees=(2, 4)) == [one, one]
+    (one,) = at_degrees(ranks, train, options, TREE, dtype, FEW, degrees=(1,))
+    shared = {**options, "sequence_parallel": True}
+    assert at_degrees(ranks, train, shared, TREE, dtype, FEW, degrees=(2, 4)) == [one, one]
 
 
 @promise("degree-megatron")
 @pytest.mark.slow
 def test_chunks_and_eight_ranks_change_nothing(ranks):
-    (one,) = at_degrees(ranks, train, GPT, TREE, degrees=(1,))
-    assert at_degrees(ranks, train, GPT, {**TREE, "num_chunks": 4}, degrees=(2, 8)) == [one, one]
+    (one,) = at_degrees(ranks, train, GPT, TREE, torch.float32, FEW, degrees=(1,))
+    chunks = {**TREE, "num_chunks": 4}
+    assert at_degrees(ranks, train, GPT, chunks, torch.float32, FEW, degrees=(2, 8)) == [one, one]
 
 
 @pytest.mark.slow
 def test_without_it_degrees_differ(ranks):
     """The comparison above can fail, also without dropout."""
     options = {**GPT, "attention_dropout": 0.0}
-    one, two = at_degrees(ranks, train, options, {"deterministic": True}, degrees=(1, 2))
+    one, two = at_degrees(ranks, train, options, {"deterministic": True}, torch.float32, FEW, degrees=(1, 2))
     assert one["losses"] != two["losses"]
 
 
@@ -171,7 +173,7 @@ print(sorted(patch.target.split(".")[-2] for patch in ascend_parallel.status().p
 def test_an_exported_variable_patches_what_is_imported_later():
     """The modules of the sums import the layers themselves: they cannot be imported while the layers are."""
     environ = {**os.environ, "COC_DETERMINISTIC": "tp"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], env=environ, capture_output=True, text=True)
+    done = subprocess.run([forked_python(), "-c", IMPORTS], env=environ, capture_output=True, text=True)
     for name in ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "DotProductAttention", "MegatronOptimizer"):
         assert repr(name) in done.stdout, done.stderr
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import launch
+from launch import forked_python, launch
 
 from ascend_parallel import SettingsError
 from ascend_parallel.environment import read_settings
@@ -20,11 +20,16 @@ IMPORT = "from megatron.core.tensor_parallel.layers import RowParallelLinear as 
 SHOW = "import ascend_parallel as ap; print(hasattr(R.forward, '__wrapped__'), ap.status().frameworks)"
 
 
-def python(code, **environ):
+def python(code, program=sys.executable, **environ):
     """Run code in a fresh interpreter; of this package's variables only `environ` are set."""
     kept = {name: value for name, value in os.environ.items() if "COC" not in name}
-    words = [sys.executable, "-c", code]
+    words = [program, "-c", code]
     return subprocess.run(words, env={**kept, **environ}, capture_output=True, text=True, timeout=120)
+
+
+def with_torch(code, **environ):
+    """Run code where torch is imported already, and no framework."""
+    return python(code, forked_python(), **environ)
 
 
 def forked(code, **environ):
@@ -35,7 +40,7 @@ def forked(code, **environ):
 
 @pytest.mark.slow
 def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
-    done = python(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
+    done = with_torch(OTHER_VERSION + IMPORT + SHOW + "; ap.configure(num_chunks=8)", COC_PARALLEL_NUM="4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("False {'megatron': \"left as it is: megatron-core: expected a version")
     assert done.stderr.count("left as it is: megatron-core: expected a version") == 1
@@ -45,7 +50,7 @@ def test_a_framework_of_another_version_is_left_as_it_is_and_said_once():
 @pytest.mark.parametrize("asked", [{"COC_STRICT": "1"}, {"COC_FRAMEWORKS": "megatron"}])
 def test_it_is_an_error_if_asked_for_at_every_import(asked):
     again = OTHER_VERSION + "try:\n    " + IMPORT + "except RuntimeError as error:\n    print(error)\n" + IMPORT
-    done = python(again, COC_PARALLEL_NUM="4", **asked)
+    done = with_torch(again, COC_PARALLEL_NUM="4", **asked)
     assert "found 0.20.0" in done.stdout
     assert "PatchError: megatron-core: expected a version" in done.stderr
 

@@ -216,7 +216,7 @@ FORWARD = (
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["import ascend_parallel, megatron.core", "import megatron.core, ascend_parallel"])
 def test_either_order_of_imports(order):
-    patched = output(f"{order}; {FORWARD}", COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    patched = output(f"{order}; {FORWARD}", forked, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert patched.replace("\\", "/").endswith("patches/compiled.py")
 
 
@@ -387,7 +387,7 @@ ap.apply()
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear as C
 print(ap.status().state, hasattr(C.forward.__wrapped__, "__wrapped__"))
 """
-    patched = output(code, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    patched = output(code, forked, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert patched.startswith("2 of 2 methods of megatron-core")
     assert patched.endswith("replaced False")
 
@@ -455,7 +455,7 @@ def test_run_a_script(tmp_path):
             f"import sys; sys.argv = ['ascend_parallel', *{call!r}]; from ascend_parallel.__main__ import main; main()"
         )
         lines = output(
-            code, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(tmp_path)
+            code, forked, COC_PARALLEL_NUM="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(tmp_path)
         ).splitlines()
         assert lines[0] == "['--layers', '2'] __main__ 5"
         assert lines[1].endswith("patches/compiled.py")
