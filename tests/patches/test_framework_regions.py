@@ -3,6 +3,7 @@
 import pytest
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
+from pairwise import base_choice
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch_parallel import decoder, parallel
@@ -57,8 +58,9 @@ def test_decoders_of_transformers(ranks, path, name, count):
 
 
 @pytest.mark.sample("3-layers")
-@pytest.mark.parametrize("plan", ["plain", "layers", "sequence"])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "plan"), base_choice([2, 3, 4], ["plain", "layers", "sequence"], (2, "layers")), ids=str
+)
 @on_ranks()
 def test_decoders_of_torch(group, plan):
     ascend_parallel.configure(num_chunks=4)

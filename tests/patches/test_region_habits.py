@@ -133,7 +133,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("copied when saved-False", "checkpointed-False")
 @pytest.mark.parametrize(("habit", "sequence_parallel"), CASES)
 def test_habits_keep_the_bits(ranks, habit, sequence_parallel):
     if sequence_parallel and habit == "evaluated, inference":

@@ -172,10 +172,18 @@ def trained(model, habit, seen):
     return [loss, *(parameter.grad for parameter in model.parameters())]
 
 
+def in_turn(habits):
+    """Return habits with and without sequence parallelism in turn; each the other way in `make stress`."""
+    return [
+        pytest.param(habit, parallel, marks=[] if parallel == (place % 2 == 1) else pytest.mark.stress)
+        for place, habit in enumerate(habits)
+        for parallel in (False, True)
+    ]
+
+
 @promise("unfinished-rows")
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("habit", "sequence_parallel"), in_turn(HABITS))
 @on_ranks(2)
 def test_wrappers_see_finished_numbers(group, habit, sequence_parallel):
     runs, seen = [], []
@@ -266,8 +274,7 @@ ON_ONE_RANK = {
 @promise("region-one-rank")
 @pytest.mark.sample(5)
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("habit", ON_ONE_RANK)
+@pytest.mark.parametrize(("habit", "sequence_parallel"), in_turn(ON_ONE_RANK))
 @on_ranks(2)
 def test_a_habit_of_one_rank_costs_time_and_nothing_else(group, habit, sequence_parallel):
     """Two steps, of which the second meets shapes whose bits have been probed; the habit is rank 0's alone."""
