@@ -11,6 +11,7 @@ import small_models
 import torch
 from delayed_collectives import DelayedWork, delayed_collectives
 from marks import promise
+from pairwise import pairwise
 from pool import on_ranks
 from sharded_models import column_and_row, compare, made, mesh_of, planned, step, tokens_of
 from torch import nn
@@ -96,9 +97,15 @@ def run_norm(group, shape, norm, strategies, around=contextlib.nullcontext):
 
 @promise("region-truth")
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("norm", [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm])
-@pytest.mark.parametrize("shape", [(64, 3, 24), (1, 96, 24), (3, 32, 24)], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("norm", "shape", "count"),
+    pairwise(
+        [nn.LayerNorm, small_models.RMSNorm, nn.RMSNorm, FloatNorm],
+        [(64, 3, 24), (1, 96, 24), (3, 32, 24)],
+        [2, 3, 4],
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_region_matches_the_unsharded_truth(ranks, count, shape, norm):
     """Both row layers leave their rows, in training and in evaluation."""
     assert ranks(count).run(run_norm, shape, norm, None) == [(4, 0)] * count

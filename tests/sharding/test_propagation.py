@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import pairwise
 from small_models import GPT, Bert, Llama, ResNet
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -199,9 +200,11 @@ def decide_all(queue, near, chosen, problem, decide):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("objective", ["redistribution", "time"])
-@pytest.mark.parametrize("sizes", [{"mp": 2}, {"dp": 2, "mp": 2}], ids=["1-D", "2-D"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "sizes", "objective"),
+    pairwise(MODELS, [{"mp": 2}, {"dp": 2, "mp": 2}], ["redistribution", "time"]),
+    ids=str,
+)
 def test_no_plan_costs_less(name, sizes, objective):
     """HiGHS solves the same problem as an integer program; breadth-first propagation never does better."""
     on = mesh(**sizes)

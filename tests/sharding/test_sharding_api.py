@@ -1,11 +1,11 @@
 """What users of sharding touch: the tracer, annotations, strategy files, explanations, the command, the example."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import forked_python
 from pool import on_ranks
 from small_models import GPT, Llama
 from torch import nn
@@ -230,7 +230,7 @@ def test_a_plan_is_shown_in_a_line():
 
 @pytest.mark.slow
 def test_the_example_trains_like_the_whole_model():
-    torchrun = Path(sys.executable).with_name("torchrun")
+    torchrun = Path(forked_python()).with_name("torchrun")
     words = [str(torchrun), "--nproc-per-node", "2", str(EXAMPLE / "llama.py")]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr

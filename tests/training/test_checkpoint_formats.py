@@ -254,6 +254,7 @@ def load_rows(group, path, expected):
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
     state = megatron_state(megatron["plain"])
     whole = tensor_shards_of(torch.nn.ParameterDict())
@@ -272,6 +273,7 @@ def test_what_does_not_fit_megatrons_checkpoint_is_refused(megatron, tmp_path):
         load_megatron(tmp_path, {})
 
 
+@pytest.mark.slow
 def test_a_megatron_directory_becomes_a_checkpoint(megatron, tmp_path):
     command("convert", megatron["plain"], tmp_path / "ours", "--to", "dcp")
     found, expected = whole_state(tmp_path / "ours"), megatron_state(megatron["plain"])

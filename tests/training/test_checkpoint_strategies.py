@@ -77,7 +77,7 @@ def made(options):
 
 
 def change(group, folder):
-    """Train 4 batches under each strategy of the chain, with a save and a load between them; return the losses."""
+    """Train 2 batches under each strategy of the chain, with a save and a load between them; return the losses."""
     losses, chain = [], CHAINS[group.size()]
     for place, name in enumerate(chain):
         model, optimizer, strategy = made(STRATEGIES[name])
@@ -85,8 +85,8 @@ def change(group, folder):
         step = train_step(model, gpt.batch_of(0), optimizer, strategy, static=static)
         if place:
             assert step.load(folder) == {"told": 7}
-        assert step.batches == 4 * place
-        losses += [step(*gpt.batch_of(number)).item() for number in range(step.batches, 4 * (place + 1))]
+        assert step.batches == 2 * place
+        losses += [step(*gpt.batch_of(number)).item() for number in range(step.batches, 2 * (place + 1))]
         step.save(folder, {"told": 7}, asynchronous=True)
         step.close()
     return losses
@@ -96,7 +96,7 @@ def change(group, folder):
 @pytest.mark.parametrize("count", CHAINS)
 def test_training_goes_on_under_another_strategy(ranks, tmp_path, count):
     model, optimizer, strategy = made(STRATEGIES["zero 1"])
-    batches = map(gpt.batch_of, range(4 * len(CHAINS[count])))
+    batches = map(gpt.batch_of, range(2 * len(CHAINS[count])))
     expected = losses_of(model, optimizer, batches, max_norm=strategy.max_norm)
     for losses in ranks(count).run(change, str(tmp_path)):
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)

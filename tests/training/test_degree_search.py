@@ -210,7 +210,7 @@ def test_long_sequences_are_cut():
 
 def test_the_way_that_ranks_share_sequences_is_searched_too():
     """What is not given takes the least time, and stands in the strategy, which then has the same price."""
-    model, batch = llama(rows=1)
+    model, batch = llama(layers=2, rows=1)
     job = {"ranks": 2, "memory": 64e9, "hardware": "910b", "cp": 2}
     result = search_degrees(model, batch, **job)
     best = result.best[0]
