@@ -25,7 +25,7 @@ from ascend_parallel.training.recompute import Recompute
 from ascend_parallel.tuning.step_time.schedule import order
 from ascend_parallel.tuning.step_time.timing import simulate
 
-STEPS = 10
+STEPS = 4
 ROWS = 2  # of a micro-batch
 # Schedule, groups of ranks, stages on each, micro-batches.
 CASES = {
@@ -50,7 +50,7 @@ def stages_of(count):
 
 
 def train(group, case, overlap):
-    """Train 10 steps beside the whole model; return both's losses."""
+    """Train some steps beside the whole model; return both's losses."""
     schedule, groups, several, count = CASES[case]
     whole = gpt()
     draw = functools.partial(tokens_of, length=8, vocabulary=32)

@@ -23,7 +23,7 @@ from ascend_parallel.training import (
     train_step,
 )
 
-STEPS = 10
+STEPS = 6
 TP = {"mode": "semi_auto", "mesh": SQUARE, "operators": MEGATRON}
 LAYERS = Recompute(modules=["layers.*"])
 PAIR = PipelineOptions(degree=2, micro_batches=2)
@@ -83,7 +83,7 @@ ALONE = {
     "gradient merge": {**TP, "gradient_merge": GradientMerge(steps=2)},
     "gradient merge by sum, zero 2": {
         **TP,
-        "gradient_merge": GradientMerge(steps=5, average=False),
+        "gradient_merge": GradientMerge(steps=3, average=False),
         "sharding": ShardingOptions(zero_stage=2),
         "max_norm": 1.0,
     },
