@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -53,10 +53,12 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="attention alone")
     parser.add_argument("--steps", action="store_true", help="training steps alone")
     parser.add_argument("--case", type=int, choices=range(len(CASES)), help="one case of attention; default: all")
+    parser.add_argument("--tokens", type=int, help="tokens of attention; default: those of the case")
     options = parser.parse_args()
     if not options.steps:
         lines = []
         for case in CASES if options.case is None else CASES[options.case : options.case + 1]:
+            case = case if options.tokens is None else replace(case, tokens=options.tokens)
             asked: dict[str, Any] = {"title": str(case), "case": asdict(case), "rounds": options.rounds}
             lines += _attention_lines(case, on_ranks("context:attention", RANKS, link=options.link, **asked))
         ratios = ["serial / own", "95 %", "one group / own", "95 %"]

@@ -13,7 +13,7 @@ below which no schedule can come: T_comm is that of whole all-to-alls or of piec
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from measuring import on_ranks, options_of, run, table
 
@@ -35,8 +35,10 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=9, json=True)
     parser.add_argument("--case", type=int, choices=range(len(CASES)), help="one case alone; default: all")
+    parser.add_argument("--rows", type=int, help="rows of a rank; default: those of the case")
     options = parser.parse_args()
     cases = CASES if options.case is None else CASES[options.case : options.case + 1]
+    cases = cases if options.rows is None else tuple(replace(case, rows=options.rows) for case in cases)
     lines, seconds = [], {}
     for case in cases:
         found = on_ranks(

@@ -71,8 +71,10 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=25)
     parser.add_argument("--chunks", type=int, default=4, help="default: 4")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"default: {ROWS}")
     options = parser.parse_args()
-    found = on_ranks("sharding:rank", RANKS, link=options.link, rounds=options.rounds, chunks=options.chunks)
+    asked = {"rounds": options.rounds, "chunks": options.chunks, "rows": options.rows}
+    found = on_ranks("sharding:rank", RANKS, link=options.link, **asked)
     plain = found["times"]["Megatron-core"]
     rows = [
         [name, milliseconds(times), f"{gain(plain, times):.2f}", found["overlapped"].get(name, 0)]
@@ -81,9 +83,9 @@ def main() -> None:
     print(table(["", "ms", "Megatron-core / it", "matmuls overlapped"], rows))
 
 
-def rank(group: dist.ProcessGroup, rounds: int, chunks: int) -> dict[str, Any]:
+def rank(group: dist.ProcessGroup, rounds: int, chunks: int, rows: int) -> dict[str, Any]:
     """Time every variant on this rank."""
-    x = torch.randn(ROWS, 1, HIDDEN)
+    x = torch.randn(rows, 1, HIDDEN)
 
     def step(model: nn.Module) -> None:
         model.zero_grad()
@@ -91,18 +93,18 @@ def rank(group: dist.ProcessGroup, rounds: int, chunks: int) -> dict[str, Any]:
 
     with megatron_on_cpu():
         start_model_parallel(RANKS)
-        models, overlapped = variants(chunks)
+        models, overlapped = variants(chunks, rows)
         times = in_turn({name: lambda model=model: step(model) for name, model in models.items()}, rounds)
         end_model_parallel()
     return {"times": times, "overlapped": overlapped}
 
 
-def variants(chunks: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
+def variants(chunks: int, rows: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
     """Return all variants of the blocks, and the number of overlapped operators."""
     torch.manual_seed(1)
     whole = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     mesh = ProcessMesh(list(range(RANKS)), ["mp"])
-    plan = propagate(trace(whole, (torch.zeros(ROWS, 1, HIDDEN),)), mesh, STRATEGIES, objective="redistribution")
+    plan = propagate(trace(whole, (torch.zeros(rows, 1, HIDDEN),)), mesh, STRATEGIES, objective="redistribution")
     apart = ShardedModule(whole, plan, overlap=False)
     beside = ShardedModule(whole, plan, settings=Settings(num_chunks=chunks))
     styles: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from ascend_parallel.ops import shm
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "buckets.py": ("--rounds", "1"),
-    "context.py": ("--rounds", "1", "--attention", "--case", "0"),
+    "context.py": ("--rounds", "1", "--attention", "--case", "0", "--tokens", "128"),
     "gpu.py --halves --device cpu --parts layers,steps": [
         *("--rounds", "1", "--repeats", "1", "--rows", "64", "--hidden", "32"),
         *("--heads", "4", "--layers", "1", "--batch", "2", "--chunks", "2"),
@@ -25,12 +25,12 @@ SMALLEST = {
     "fused.py": ("--rounds", "1", "--shapes", "64,16,32"),
     "host_cost.py": ("--rounds", "1", "--calls", "1", "--chunks", "2", "4"),
     "host_time.py": ("--rounds", "1", "--blocks", "2"),
-    "moe.py": ("--rounds", "3", "--case", "0"),
+    "moe.py": ("--rounds", "3", "--case", "0", "--rows", "64"),
     "plans.py": ("--rounds", "1", "--rivals", "1", "--cases", "MLP, 512 rows"),
     "region.py": ("--rounds", "1", "--shapes", "64,32", "--chunks", "2"),
     "region.py --graph": ("--rounds", "1", "--shapes", "256,128", "--chunks", "2"),
     "recompute.py": ("--rounds", "1", "--ranks", "1", "--length", "32"),
-    "sharding.py": ("--rounds", "1"),
+    "sharding.py": ("--rounds", "1", "--rows", "64"),
     "timeline_cost.py": ("--rounds", "1"),
     "training.py": [
         "--rounds",
