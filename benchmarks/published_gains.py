@@ -41,7 +41,7 @@ from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
 from ascend_parallel.tuning.cost_model.chunk_search import best_sizes, equal_sizes
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, ChunkSchedule
 from ascend_parallel.tuning.cost_model.models import find_model
 from ascend_parallel.tuning.cost_model.step import Layout
 from ascend_parallel.tuning.step_time.runtimes import MEGATRON
@@ -171,7 +171,7 @@ def tables() -> str:
 
 
 @cache
-def model_gain(model: str, hardware: Hardware, sequence_parallel: bool, schedule: Schedule) -> float:
+def model_gain(model: str, hardware: Hardware, sequence_parallel: bool, schedule: ChunkSchedule) -> float:
     """Return the predicted gain of a training step over Megatron-core's schedule."""
     layout = Layout(micro_batches=8)
     work = Assumptions(
@@ -198,7 +198,7 @@ def _fixed_costs() -> str:
         gains = [
             percent(model_gain(name, hardware, sequence_parallel, schedule))
             for name in PUBLISHED
-            for sequence_parallel, schedule in ((False, Schedule(name="=4")), (False, BEST), (True, BEST))
+            for sequence_parallel, schedule in ((False, ChunkSchedule(name="=4")), (False, BEST), (True, BEST))
         ]
         rows.append([words, *gains])
     heads = [f"{name}, {what}" for name in PUBLISHED for what in ("4 equal", "best", "best, sequence")]

@@ -61,7 +61,7 @@ class LazyRows:
         """Finish all rows before `stop`, for a reader in the current stream, without autograd and modes.
 
         The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
-        another stream has waited for that call, and knows nothing of readers that came between.
+        another stream has waited for that call, and cannot know that an earlier reader has filled some of them.
         """
         if self._stream is not None and (current := torch.accelerator.current_stream()) != self._stream:
             self._up_to_in_its_stream(stop, current)

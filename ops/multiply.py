@@ -51,7 +51,7 @@ class MultipliedRows:
 
 
 class NoProduct:
-    """Stands for a weight of which nobody needs the product: an operator then runs its collectives alone."""
+    """A weight whose product nobody needs: an operator that is given it runs its collectives alone."""
 
     def __init__(self, shape: torch.Size) -> None:
         """Stand for a weight [K, N]."""

@@ -88,8 +88,8 @@ class OperatorCall(NamedTuple):
     parts
         Of a fused weight, as in `Problem`.
     product
-        ``x @ w`` [M, N], if the caller has multiplied: of x only shape, dtype and device count then. A
-        `DeferredProduct` brings operands of its own, which the kernel multiplies.
+        ``x @ w`` [M, N], if the caller has multiplied; the operator then reads the shape, dtype and device of x and no
+        value of it. A `DeferredProduct` has operands of its own, which the kernel multiplies.
     """
 
     operator: str
@@ -190,7 +190,7 @@ def run_all_gather_matmul(
     with autocast_off(x_shard):
         x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
         kernel, options = kernel_of(choice), dict(choice.options)
-        if not multiplies and choice.kernel not in FUSED:  # these multiply by a tensor alone
+        if not multiplies and choice.kernel not in FUSED:  # a fused kernel takes no weight but a tensor
             right = NoProduct(w.shape)
         if choice.kernel == "chunked":
             options["each"] = each
@@ -355,7 +355,7 @@ def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | Multipl
         x, w = deferred.x, deferred.w
     elif call.product is not None:
         columns = call.product.shape[-1]
-        fused = choice.kernel in FUSED  # these multiply by a tensor alone
+        fused = choice.kernel in FUSED  # which takes no weight but a tensor: the identity changes no bit
         weight = torch.eye(columns, dtype=x.dtype, device=x.device) if fused else MultipliedRows(columns)
         return rows_of(finished(call.product)), weight, choice
     if isinstance(x, QuantisedRows):

@@ -574,8 +574,8 @@ def _along_dims(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Gradients:
-    """The backward of a norm, with some of its results alone."""
+class _NormGradients:
+    """The backward of a norm that returns some of its gradients: it is called as the operator is, without the mask."""
 
     func: Any
     mask: tuple[bool, ...]
@@ -597,12 +597,12 @@ def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     *operands, mask = args
     made: list[Any] = []
     if mask[0]:
-        by_rows = _rowwise(_Gradients(func, (True, *(False for _ in mask[1:]))), operands, {}, len(args[2]))
+        by_rows = _rowwise(_NormGradients(func, (True, *(False for _ in mask[1:]))), operands, {}, len(args[2]))
         if by_rows is NotImplemented:
             return NotImplemented
         made += by_rows
     if any(mask[1:]):
-        summed = _once_all(_Gradients(func, (False, *mask[1:])), operands, {})
+        summed = _once_all(_NormGradients(func, (False, *mask[1:])), operands, {})
         if summed is NotImplemented:
             return NotImplemented
         made += summed

@@ -217,7 +217,7 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         return run_module_row(call.x, call.module_weight, layer)
     x = call.x if call.enter is None else call.enter(call.x)
     if call.own_matmul is not None:
-        y = _around(framework, call, x, layer, call.own_matmul)
+        y = _run_own_matmul(framework, call, x, layer, call.own_matmul)
         return y if call.finish is None else call.finish(y)
     x = swapped(x) if call.sequence_dim == 1 else x
     if isinstance(call.weight, QuantisedWeight):
@@ -281,7 +281,7 @@ def _run_int8(x: torch.Tensor, weight: QuantisedWeight, layer: ParallelLinear) -
     )
 
 
-def _around(
+def _run_own_matmul(
     framework: Framework,
     call: LinearCall,
     x: torch.Tensor,
@@ -294,17 +294,17 @@ def _around(
     own_weight = _weight_in_place(call, call.weight) if in_place else nullcontext()
     if call.kind == "column":
         products: list[torch.Tensor] | None = [] if call.takes_product else None
-        x = entered(x, call.weight, layer, call.sequence_dim, products)
+        x = column_input(x, call.weight, layer, call.sequence_dim, products)
         with own_weight:
             return own_matmul(x, *products) if products else own_matmul(x)
     with torch._C.DisableTorchFunction():
         x = whole(x)
     with own_weight:
         y = own_matmul(x)
-    return left(y, x, call.weight, layer, call.sequence_dim)
+    return row_output(y, x, call.weight, layer, call.sequence_dim)
 
 
-def entered(
+def column_input(
     x: torch.Tensor,
     weight: torch.Tensor,
     layer: ParallelLinear,
@@ -324,7 +324,7 @@ def entered(
         return whole_x
 
 
-def left(
+def row_output(
     y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, sequence_dim: int | None
 ) -> torch.Tensor:
     """Return the sum over ranks of the product y of x and the weight, unseen by modes of the program."""

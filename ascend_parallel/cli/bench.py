@@ -109,7 +109,7 @@ def bench(
       ascend-parallel bench --context 4096,16,4,64 --link 1gbit
     """
     from ascend_parallel.cli.bench_request import request_of
-    from ascend_parallel.tuning.bench.results import plot, rows_of, show
+    from ascend_parallel.tuning.bench.results import plot, result_rows, show
 
     if moe is not None or context is not None:
         with errors("bench", LinkError):
@@ -128,7 +128,7 @@ def bench(
         refuse_unread(ctx, "--shape" if shape else "--model")
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
         measured = request.measure(as_json, orders)
-        rows = rows_of(request.names, measured["passes"])
+        rows = result_rows(request.names, measured["passes"])
         if as_json:
             typer.echo(json.dumps(request.report(measured, rows), indent=1))
         else:
@@ -254,7 +254,7 @@ def tune(
       COC_PLAN=plan.json torchrun --nproc-per-node 2 train.py
     """
     from ascend_parallel.cli.bench_request import SECONDS_A_PASS, request_of
-    from ascend_parallel.tuning.bench.results import rows_of, show
+    from ascend_parallel.tuning.bench.results import result_rows, show
     from ascend_parallel.tuning.launch.devices import CPU
     from ascend_parallel.tuning.measured.chunk_plan import cached_plan, differences, load_plan, read_plan
 
@@ -292,7 +292,7 @@ def tune(
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
     if parts is None:
-        rows = rows_of(request.names, measured["passes"])
+        rows = result_rows(request.names, measured["passes"])
         show(rows, request.conditions(measured), console(WIDTH), kept=True)
     else:
         typer.echo(f"{parts.case}: {_in_words(read_plan(measured['plan']).entries[0])}")

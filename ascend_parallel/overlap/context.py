@@ -49,7 +49,7 @@ from ascend_parallel.ops.part_exchange import Rows, Way, own_way, part_exchange
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
 from ascend_parallel.ops.registry import Choice, choose
-from ascend_parallel.overlap.inner_graph import InnerGraph, SavedTensors, TensorLike
+from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, exchange
@@ -309,7 +309,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        ctx.call, ctx.saved, ctx.graphs = call, SavedTensors(), []
+        ctx.call, ctx.saved, ctx.graphs = call, InnerSavedTensors(), []
         ctx.likes = [TensorLike(x) for x in (q, k, v)]
         with hide_from_selective_checkpoint(), recorded_pass(ctx, "attention", "forward", q.device.type):
             output = _forward(ctx, (q, k, v))

@@ -30,7 +30,7 @@ from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange
 from ascend_parallel.ops.part_exchange import Rows
 from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
 from ascend_parallel.ops.registry import Choice
-from ascend_parallel.overlap.inner_graph import InnerGraph, SavedTensors, TensorLike
+from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.settings import Settings
 
@@ -170,7 +170,7 @@ class _Experts(torch.autograd.Function):
         call: ExpertsCall,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.call, ctx.saved, ctx.groups, ctx.shared = call, SavedTensors(), [], []
+        ctx.call, ctx.saved, ctx.groups, ctx.shared = call, InnerSavedTensors(), [], []
         ctx.sent = [TensorLike(rows)] if probs is None else [TensorLike(rows), TensorLike(probs)]
         ctx.weights = [TensorLike(weight) for weight in weights]
         with hide_from_selective_checkpoint(), recorded_pass(ctx, "experts", "forward", rows.device.type):

@@ -30,7 +30,7 @@ class TensorLike:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-class SavedTensors:
+class InnerSavedTensors:
     """What graphs inside an autograd function keep for backward, to be saved by the function itself.
 
     The graphs hold numbers in place of tensors. Parameters stay what they are: frameworks keep attributes on them, and
@@ -85,7 +85,7 @@ class InnerGraph:
     It holds edges of the graph in place of tensors, so that hooks on saved tensors decide what stays in memory.
     """
 
-    def __init__(self, saved: SavedTensors, graded: bool, *, whole_backward: bool) -> None:
+    def __init__(self, saved: InnerSavedTensors, graded: bool, *, whole_backward: bool) -> None:
         """Build a graph if `graded`.
 
         whole_backward

@@ -48,7 +48,7 @@ class _SharedColumnLinear(torch.autograd.Function):
             gathered if weight_grad else None, checked(weight, layer.dtensors[1]) if input_grad else None
         )
         ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
-        ctx.set_materialize_grads(False)  # who uses one result alone leaves the layer without a gradient, as torch does
+        ctx.set_materialize_grads(False)  # a result that nobody reads has no gradient, rather than one of zeros
         return y, gathered
 
     @staticmethod

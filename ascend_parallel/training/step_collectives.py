@@ -25,7 +25,7 @@ from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribu
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.runtime.activation_memory import autograd_saves
 from ascend_parallel.sharding.runtime.compiler import compile_plan
-from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel
+from ascend_parallel.sharding.runtime.compute_instructions import Gather, RecomputeBlock, Run, RunKernel
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, buckets
 from ascend_parallel.sharding.runtime.instructions import Program, Redistribute, Start
 from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel
@@ -175,7 +175,7 @@ class _Counting:
         """
         for instruction in program.instructions:
             match instruction:
-                case Recompute():
+                case RecomputeBlock():
                     yield from self._of_program(instruction.body)
                     yield from self._of_program(instruction.body, again=True, kept=instruction.keep_collectives)
                 case Redistribute() if kept and instruction.keep:

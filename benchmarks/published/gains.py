@@ -21,7 +21,7 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
     BOUND,
     EQUAL,
     MEGATRON,
-    Schedule,
+    ChunkSchedule,
 )
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model
 from ascend_parallel.tuning.cost_model.report import gain
@@ -34,9 +34,9 @@ SOURCE = "MindSpeed, docs/features/communication-over-computation.md"
 PUBLISHED_TP = 8
 NOT_PUBLISHED = f"{ASSUMED}: not published"
 # Fused operators do not run in the column layer's backward unless enable_coc_in_column_backward is set.
-FUSED_BOUND = Schedule(name="bound", column_backward=False)
-SCHEDULES: dict[str, Schedule] = {
-    **{f"{count} equal": Schedule(name=f"={count}") for count in (2, 4, 8)},
+FUSED_BOUND = ChunkSchedule(name="bound", column_backward=False)
+SCHEDULES: dict[str, ChunkSchedule] = {
+    **{f"{count} equal": ChunkSchedule(name=f"={count}") for count in (2, 4, 8)},
     "best equal": EQUAL,
     "best": BEST,
     "bound": BOUND,
@@ -80,7 +80,7 @@ def grid_of(assumptions: Assumptions, batch: Batch) -> Iterator[Batch]:
         yield replace(batch, sequence=sequence, micro_batch=micro_batch)
 
 
-def step_gain(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> float:
+def step_gain(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: ChunkSchedule) -> float:
     """Return the predicted gain of a training step over Megatron-core's schedule, as a share."""
     before, after = (step_time(costs, model, batch, layout, timed).total for timed in (MEGATRON, schedule))
     return gain(before, after)

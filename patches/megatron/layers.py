@@ -146,7 +146,7 @@ class Megatron(Framework):
 
         return confirm if group not in self._compared else compare
 
-    def around(self, layer: Any) -> bool:
+    def computes_itself(self, layer: Any) -> bool:
         """Tell whether the original runs inside the collectives of the overlapped layer: a function was replaced.
 
         Called after `left_to_replaced`, which has looked.
@@ -287,7 +287,7 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
         assert used is not None
-        around = megatron.around(self)
+        own_matmul = megatron.computes_itself(self)
         call = LinearCall(
             layer=self,
             kind="column",
@@ -299,10 +299,10 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             added=True,
             sequence_dim=0 if self.sequence_parallel else None,
             finish=functools.partial(_column_output, megatron, self, gathers),
-            own_matmul=functools.partial(_own_column, original, self, used) if around else None,
+            own_matmul=functools.partial(_own_column, original, self, used) if own_matmul else None,
             reduce_input_grad=_sums_input_grad(self),
             parts=parts_of(self, used),
-            weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if around else input_),
+            weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if own_matmul else input_),
             call_key=key,
         )
         if megatron.verifier is not None:
@@ -331,7 +331,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
         int8 = int8_weight(self) if "parametrizations" in self._modules else None
-        around = megatron.around(self) and int8 is None
+        own_matmul = megatron.computes_itself(self) and int8 is None
         weight: Any = self.weight if int8 is None or megatron.verifier is not None else None
         call = LinearCall(
             layer=self,
@@ -344,7 +344,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             sequence_dim=0 if self.sequence_parallel else None,
             enter=None if self.input_is_parallel else functools.partial(_scattered, megatron, self),
             finish=functools.partial(_row_output, megatron, self),
-            own_matmul=functools.partial(_own_row, original, self) if around else None,
+            own_matmul=functools.partial(_own_row, original, self) if own_matmul else None,
             weight_gradient=functools.partial(megatron.weight_gradient, self, weight) if int8 is None else None,
             call_key=key,
         )

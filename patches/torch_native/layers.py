@@ -27,7 +27,7 @@ from ascend_parallel.patches.dtensor_linear import (
     positive,
     replicated,
 )
-from ascend_parallel.patches.linear_call import LinearCall, entered, layer_of, left, run_linear, too_few_rows
+from ascend_parallel.patches.linear_call import LinearCall, column_input, layer_of, row_output, run_linear, too_few_rows
 from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
 # The attribute of a row layer's partial result that torch is to sum.
@@ -206,8 +206,10 @@ def entered_column(module: Any, x: DTensor) -> DTensor | None:
     (placement,) = positive(x.placements, x.ndim)
     dim = sequence_dim(placement, x.ndim)
     local = DTensor.to_local(x)
-    layer = _around(module, "column", local, dim)
-    return None if layer is None else replicated(entered(local, module.weight.to_local(), layer, dim), x.device_mesh)
+    layer = _overlapped_layer(module, "column", local, dim)
+    if layer is None:
+        return None
+    return replicated(column_input(local, module.weight.to_local(), layer, dim), x.device_mesh)
 
 
 def summed_row(module: Any, y: DTensor) -> DTensor | None:
@@ -222,13 +224,13 @@ def summed_row(module: Any, y: DTensor) -> DTensor | None:
     x = product.new_empty(1).expand(*product.shape[:-1], weight.shape[1])  # its shape counts
     if product.requires_grad:
         x = x.requires_grad_()
-    layer = _around(module, "row", x, dim)
+    layer = _overlapped_layer(module, "row", x, dim)
     if layer is None:
         return None
-    return DTensor.from_local(left(product, x, weight, layer, dim), y.device_mesh, [output], run_check=False)
+    return DTensor.from_local(row_output(product, x, weight, layer, dim), y.device_mesh, [output], run_check=False)
 
 
-def _around(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> ParallelLinear | None:
+def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> ParallelLinear | None:
     """Return the layer whose collectives run around another forward; None: its calls run torch's own collectives."""
     installed = installed_by_style(module)
     assert installed is not None and installed.in_force.framework is not None

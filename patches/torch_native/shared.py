@@ -24,7 +24,7 @@ from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
 from ascend_parallel.patches.dtensor_linear import replicated
 from ascend_parallel.patches.framework import Framework
-from ascend_parallel.patches.linear_call import LinearCall, entered, torch_linear
+from ascend_parallel.patches.linear_call import LinearCall, column_input, torch_linear
 from ascend_parallel.settings import Settings
 
 GATHER = "_ascend_parallel_gather"
@@ -103,7 +103,7 @@ class SharedGather:
             sequence_parallel=True,
             before_communicating=framework.confirm(group),
         )
-        return None, entered(x, weight.detach(), layer, self._sequence_dim, products)
+        return None, column_input(x, weight.detach(), layer, self._sequence_dim, products)
 
     def whole(self, products: list[torch.Tensor] | None = None) -> DTensor:
         """Return the gathered DTensor, for other readers than the layers; `products` as of `_gathered`."""

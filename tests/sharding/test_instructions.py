@@ -25,17 +25,17 @@ from ascend_parallel.sharding import explain, propagate
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.compiler import compile_plan
-from ascend_parallel.sharding.runtime.compute_instructions import Recompute
+from ascend_parallel.sharding.runtime.compute_instructions import RecomputeBlock
 from ascend_parallel.sharding.runtime.instructions import Free
 from ascend_parallel.sharding.runtime.randomness import manual_seed
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
-from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.instructions import instructions_as_text, list_instructions
 
 ROOT = Path(__file__).parents[2]
-LAYERS = RecomputeConfig(modules=["layers.*"])
+LAYERS = Recompute(modules=["layers.*"])
 
 
 def plan_of(name, mesh_shape=(2,), rows_cut=False):
@@ -58,7 +58,7 @@ def check_lives(program):
         assert len(set(instruction.writes)) == len(instruction.writes)
         read |= set(instruction.reads)
         written |= set(instruction.writes)
-        if isinstance(instruction, Recompute):
+        if isinstance(instruction, RecomputeBlock):
             assert len(instruction.reads) == len(instruction.body.inputs)
             assert len(instruction.writes) == len(instruction.body.outputs)
             check_lives(instruction.body)
@@ -71,7 +71,7 @@ def check_lives(program):
 @pytest.mark.parametrize("name", ["Llama", "GPT", "Bert", "ResNet"])
 def test_every_register_is_read_while_alive_and_freed_once(name, rank):
     modules = [""] if name in ("Bert", "ResNet") else ["layers.*"]
-    configs = [RecomputeConfig(modules=modules, collectives=collectives) for collectives in ("keep", "recompute")]
+    configs = [Recompute(modules=modules, collectives=collectives) for collectives in ("keep", "recompute")]
     plan = plan_of(name, (2, 2), rows_cut=name == "Llama")
     for overlap in (None, Settings(**CHUNKS)):
         for recompute in (None, *configs):
@@ -83,7 +83,7 @@ def test_every_register_is_read_while_alive_and_freed_once(name, rank):
                     program = compile_plan(found, plan.graph, gradients=gradients)
                     kinds = Counter(type(each).__name__ for each in program.instructions)
                     assert kinds["Start"] == len([group for groups in found.prefetches.values() for group in groups])
-                    assert (kinds["Recompute"] > 0) == (gradients and recompute is not None)
+                    assert (kinds["RecomputeBlock"] > 0) == (gradients and recompute is not None)
                     check_lives(program)
 
 
@@ -137,7 +137,9 @@ def test_a_block_has_the_same_instructions_whatever_the_number_of_blocks():
 def without_frees(program):
     """Return the program without its `Free`s, and its regions without theirs."""
     kept = [each for each in program.instructions if not isinstance(each, Free)]
-    inner = [replace(each, body=without_frees(each.body)) if isinstance(each, Recompute) else each for each in kept]
+    inner = [
+        replace(each, body=without_frees(each.body)) if isinstance(each, RecomputeBlock) else each for each in kept
+    ]
     return replace(program, instructions=tuple(inner))
 
 
@@ -233,7 +235,7 @@ def test_rows_that_a_kernel_gathers_and_keeps_are_listed():
     for again in (True, False):
         settings = Settings(num_chunks=2, recompute_all_gather=again)
         listed.append(list_instructions(plan, settings=settings)[-1].in_use)
-        saved.append(saved_bytes(plan, plan_for_rank(plan, (0,), settings).schedule, RecomputeConfig()))
+        saved.append(saved_bytes(plan, plan_for_rank(plan, (0,), settings).schedule, Recompute()))
     assert listed[1] - listed[0] == saved[1] - saved[0] > 0
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from ascend_parallel.cli.app import app
 from ascend_parallel.ops import shm
 from ascend_parallel.tuning.bench.passes import SERIAL
-from ascend_parallel.tuning.bench.results import interval, rows_of, show
+from ascend_parallel.tuning.bench.results import interval, result_rows, show
 from ascend_parallel.tuning.bench.shapes import scaled
 from ascend_parallel.tuning.cost_model.models import all_models, find_model
 from ascend_parallel.tuning.measured.chunk_plan import Plan, load_plan, this_machine
@@ -210,13 +210,15 @@ def found(times, **parts):
 
 
 def test_figures():
-    (row,) = rows_of(["up"], [found({SERIAL: [4.0, 4.2, 4.1], "2 chunks": [3.0, 3.1, 2.9], "shm": [5.0, 5.0, 5.0]})])
+    (row,) = result_rows(
+        ["up"], [found({SERIAL: [4.0, 4.2, 4.1], "2 chunks": [3.0, 3.1, 2.9], "shm": [5.0, 5.0, 5.0]})]
+    )
     assert (row.matmul, row.comm, row.bound, row.serial) == (2.0, 2.5, 2.5, 4.1)
     assert row.best.name == "2 chunks"
     assert row.best.speedup == 4.2 / 3.1
     assert row.best.e_bound == pytest.approx((4.1 - 4.1 / row.best.speedup) / (4.1 - 2.5))
     assert row.best.low <= row.best.speedup <= row.best.high
-    (lost,) = rows_of(["up"], [found({SERIAL: [2.0] * 3, "2 chunks": [3.0] * 3})])
+    (lost,) = result_rows(["up"], [found({SERIAL: [2.0] * 3, "2 chunks": [3.0] * 3})])
     assert lost.best is None
     assert lost.as_dict()["best"] == SERIAL
     assert lost.variants[0].e_bound is None
@@ -229,7 +231,7 @@ NOISE = {name: NOISY[name] for name in (SERIAL, "2 chunks")}
 
 @promise("bench-best")
 def test_what_may_be_noise_is_not_called_best():
-    (row,) = rows_of(["up"], [found(NOISE)])
+    (row,) = result_rows(["up"], [found(NOISE)])
     (variant,) = row.variants
     assert variant.low < 1 < variant.speedup < variant.high
     assert row.best is None
@@ -238,20 +240,20 @@ def test_what_may_be_noise_is_not_called_best():
 
 
 def test_the_best_is_the_fastest_of_those_that_surely_won():
-    (row,) = rows_of(["up"], [found({**NOISY, "2 chunks": [2.2, 2.2, 5.1]})])
+    (row,) = result_rows(["up"], [found({**NOISY, "2 chunks": [2.2, 2.2, 5.1]})])
     assert min(row.variants, key=lambda variant: variant.seconds).name == "2 chunks"
     assert row.best.name == "4 chunks"
 
 
 @given(times=st.fixed_dictionaries({name: st.lists(TIME, min_size=3, max_size=3) for name in NOISY}))
 def test_a_quotient_stands_beside_a_sure_gain_alone_and_has_bounds(times):
-    (row,) = rows_of(["up"], [found(times)])
+    (row,) = result_rows(["up"], [found(times)])
     for variant in row.variants:
         assert variant.e_bound is None or (variant.low > 1 and 0 < variant.e_bound <= 1)
 
 
 def test_the_table_says_serial_where_nothing_surely_won():
-    (row,) = rows_of(["up"], [found(NOISE)])
+    (row,) = result_rows(["up"], [found(NOISE)])
     for every, lines in ((False, 1), (True, 1)):
         console = Console(width=160, record=True, file=io.StringIO())
         show([row], "here", console, every=every)

@@ -14,7 +14,7 @@ from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
 from ascend_parallel.tuning.cost_model.experts import ExchangeWork, ExpertsTime
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, MEGATRON, ChunkSchedule
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.memory import step_memory
 from ascend_parallel.tuning.cost_model.models import Batch, Model, find_model, read_model
@@ -178,7 +178,7 @@ def test_groups_stand_between_the_bound_and_the_serial_layer(name, direction):
     experts = ExpertsTime(COSTS, find_model(name), Batch(sequence=4096, micro_batch=1, tp=1, ep=4))
     bound, best, serial = (experts.seconds(direction, schedule, 1e-3) for schedule in (BOUND, BEST, MEGATRON))
     assert bound < best < serial
-    assert best <= experts.seconds(direction, Schedule(name="2"), 1e-3) < serial
+    assert best <= experts.seconds(direction, ChunkSchedule(name="2"), 1e-3) < serial
     whole = replace(experts.batch, etp=2)
     assert ExpertsTime(COSTS, experts.model, whole).best_groups(direction) is None
 
@@ -189,7 +189,9 @@ def test_experts_make_a_large_model_fit_and_a_step_shorter_than_on_every_rank():
     batches = [Batch(sequence=4096, micro_batch=1, tp=1, ep=ep) for ep in (1, 8, 64)]
     held = [step_memory(model, batch, layout).parameters for batch in batches]
     assert held == sorted(held, reverse=True) and held[0] > 7 * held[1]
-    serial, four = (step_time(COSTS, model, batches[1], layout, each).total for each in (MEGATRON, Schedule(name="4")))
+    serial, four = (
+        step_time(COSTS, model, batches[1], layout, each).total for each in (MEGATRON, ChunkSchedule(name="4"))
+    )
     assert four < serial
 
 

@@ -14,7 +14,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware, find_hardware, read_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, EQUAL, IN_TURN, MEGATRON, ChunkSchedule
 from ascend_parallel.tuning.cost_model.layers import EXTRA_ACTIVATION, EXTRA_ROTARY, TransformerLayerTime
 from ascend_parallel.tuning.cost_model.memory import layer_activations
 from ascend_parallel.tuning.cost_model.models import Batch, all_models, find_model, layer_linears, read_model
@@ -32,7 +32,7 @@ def test_schedules_of_a_layer_stand_in_their_order(name, sequence_parallel):
     layer = TransformerLayerTime(COSTS["ascend-910b2"], find_model(name), batch)
     order = [layer.forward(schedule) + layer.backward(schedule) for schedule in (BOUND, BEST, EQUAL, MEGATRON, IN_TURN)]
     assert order == sorted(order) and order[0] < order[-1]
-    four = Schedule(name="4")
+    four = ChunkSchedule(name="4")
     assert layer.backward(four, "full") == pytest.approx(layer.backward(four) + layer.forward(four))
     assert layer.backward(four, "selective") == pytest.approx(layer.backward(four) + layer.attention)
 

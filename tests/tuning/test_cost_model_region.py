@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ascend_parallel.cli.app import app
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
-from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, IN_TURN, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, IN_TURN, ChunkSchedule
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import Batch, find_model
 from ascend_parallel.tuning.cost_model.region import Lanes
@@ -28,7 +28,7 @@ def layer(hardware, name="llama2-7b", tp=8, sequence_parallel=False):
 
 
 def in_regions(count):
-    return Schedule(name=str(count), region=True)
+    return ChunkSchedule(name=str(count), region=True)
 
 
 def test_lanes_follow_the_programs_order():

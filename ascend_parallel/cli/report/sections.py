@@ -12,7 +12,7 @@ from ascend_parallel.cli.bench_request import request_of
 from ascend_parallel.diagnostics.doctor import examine
 from ascend_parallel.diagnostics.trial import TrialError, try_overlap
 from ascend_parallel.patch_control import CONTROL
-from ascend_parallel.tuning.bench.results import rows_of
+from ascend_parallel.tuning.bench.results import result_rows
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.ranks import RankError
 
@@ -118,7 +118,7 @@ def bench(request: Request, limit: float) -> dict[str, Any]:
             device=request.device,
         )
         measured = asked.measure(as_json=True, limit=limit / 2)
-        modes[mode] = asked.report(measured, rows_of(asked.names, measured["passes"]))
+        modes[mode] = asked.report(measured, result_rows(asked.names, measured["passes"]))
     return {"modes": modes}
 
 

@@ -97,7 +97,8 @@ class EdgeCosts:
     ) -> tuple[Costs, Costs]:
         """Return the seconds ``[sources, targets]`` of sums of a parameter's gradient: alone, and in buckets.
 
-        bucket: bytes of a bucket, whose seconds are shared by its bytes. More than any bucket has is a lower bound.
+        bucket: bytes of a bucket; each of its bytes takes an equal share of its seconds. With more bytes than any
+        bucket has, the seconds are a lower bound.
         """
         index, between = self._between_all(meta)
         alone, shared = np.zeros((2, len(sources), len(targets)))

@@ -232,7 +232,7 @@ class ExposedCosts:
 def _for_prices(settings: Settings) -> Settings:
     """Return settings that choose chunks for any option, also for those that no plan will have: none is an error.
 
-    Blocks of the same bits at every degree count as plain chunks, given sizes as so many.
+    Products in the tree are priced as plain chunks; a list of chunk sizes is priced as that number of equal chunks.
     """
     counts = {shape: cut if isinstance(cut, int) else len(cut) for shape, cut in settings.customized_coc.items()}
     return replace(settings, strict=False, customized_coc=counts, deterministic=settings.arithmetic.priced_as)

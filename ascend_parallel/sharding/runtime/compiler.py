@@ -21,7 +21,7 @@ from ascend_parallel.sharding.rules import Reduction, exchanges, local_call, own
 from ascend_parallel.sharding.rules.local import AllReduce, ExchangeRanks
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
 from ascend_parallel.sharding.runtime.collective_event import Counting
-from ascend_parallel.sharding.runtime.compute_instructions import Gather, Recompute, Run, RunKernel, SyncBoundary
+from ascend_parallel.sharding.runtime.compute_instructions import Gather, RecomputeBlock, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
     Instruction,
     Load,
@@ -214,7 +214,7 @@ class _Compiler:
         self._shared |= {value: self._register(value, shared_layouts[value]) for value in block.given_shared}
         writes = [*(self._own[value] for value in block.gives), *map(self._shared.__getitem__, block.given_shared)]
         keep = not block.recompute_collectives
-        self._instructions.append(Recompute(reads, tuple(writes), block.module, body, keep))
+        self._instructions.append(RecomputeBlock(reads, tuple(writes), block.module, body, keep))
 
     def _unit(self, node: Node) -> set[str]:
         """Compile a node, together with the other nodes of its kernel; return their names."""

@@ -141,7 +141,7 @@ class SyncBoundary(Instruction):
 
 
 @dataclass(frozen=True)
-class Recompute(Instruction):
+class RecomputeBlock(Instruction):
     """Run a part of the forward that backward runs a second time."""
 
     module: str

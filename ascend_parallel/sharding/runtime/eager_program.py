@@ -22,7 +22,7 @@ class EagerProgram:
     own
         The register of each tensor as it is produced.
     kept
-        The registers that later calls read too; what a reader alone reads goes with its call.
+        The registers that later calls read too. Every other register is freed with the call that reads it.
     held
         The tensors that the model holds: parameters, buffers and constants.
     producers

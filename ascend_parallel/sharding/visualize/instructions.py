@@ -16,7 +16,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.runtime.activation_memory import INSIDE, SavedTensors
 from ascend_parallel.sharding.runtime.compiler import compile_plan
-from ascend_parallel.sharding.runtime.compute_instructions import Recompute, Run, RunKernel, SyncBoundary
+from ascend_parallel.sharding.runtime.compute_instructions import RecomputeBlock, Run, RunKernel, SyncBoundary
 from ascend_parallel.sharding.runtime.instructions import (
     Free,
     Instruction,
@@ -28,7 +28,7 @@ from ascend_parallel.sharding.runtime.instructions import (
     Wait,
 )
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan, plan_for_rank
-from ascend_parallel.sharding.runtime.recompute_config import Recompute as RecomputeConfig
+from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.segments import Segment
 from ascend_parallel.text import size_of
 
@@ -54,7 +54,7 @@ def list_instructions(
     rank: int | None = None,
     *,
     settings: Settings | None = None,
-    recompute: RecomputeConfig | None = None,
+    recompute: Recompute | None = None,
     gradients: bool = True,
 ) -> list[ListedInstruction]:
     """Return the instructions of a rank's forward. No process is needed, whatever the size of the mesh.
@@ -121,7 +121,7 @@ class _Listing:
     def _body(self, indent: str) -> Iterator[ListedInstruction]:
         for instruction in self._program.instructions:
             text, change = indent + self._text(instruction), self._change(instruction)
-            if isinstance(instruction, Recompute):
+            if isinstance(instruction, RecomputeBlock):
                 yield ListedInstruction(text, 0.0, self._in_use)
                 body = instruction.body
                 yield from _Listing(self._rank_plan, body, {}, body.inputs, self._in_use)._body(f"{indent}    ")
@@ -193,7 +193,7 @@ class _Listing:
                 return f"store {instruction.buffer}: {reads}"
             case Free():
                 return f"free {', '.join(self._freed_text(each) for each in instruction.registers)}"
-            case Recompute():
+            case RecomputeBlock():
                 return f"{left}recompute {instruction.module}({reads}):"
         return f"{left}begin and end recomputation here({reads})"
 

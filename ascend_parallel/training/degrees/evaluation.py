@@ -221,7 +221,7 @@ class Evaluation:
         """Return the step's seconds by part."""
         at, work = self.at(degrees), self.step_work(degrees)
         times = time_step(work)
-        least = self._least(degrees)  # a time that was extended may be too small
+        least = self._least(degrees)  # with many micro-batches the seconds are extrapolated, and may be too few
         seconds, total = max(times.pipeline, least), max(times.total, self.bound(degrees))
         (forward, backward), state = self.times(degrees), self.state(degrees)
         slowest, m = int(at.by_rank(forward + backward).argmax()), degrees.micro_batches

@@ -80,7 +80,7 @@ def unmarked(graph: Graph) -> Graph:
     return graph
 
 
-def rows_of(batch: Sequence[Any]) -> int:
+def batch_rows(batch: Sequence[Any]) -> int:
     """Return the rows of a batch."""
     if isinstance(batch, torch.Tensor) or not isinstance(batch, Sequence):
         raise TypeError(f"batch is a {type(batch).__name__}: give the loss's arguments as a tuple, such as (x,)")
@@ -284,7 +284,7 @@ def search_degrees(
     """
     options = amp or AmpOptions()
     check_model(model)
-    rows = rows_of(batch)
+    rows = batch_rows(batch)
     built = model if options.dtype is None else copy.deepcopy(model).to(getattr(torch, options.dtype))
 
     def trace(count: int) -> FoldedGraph:

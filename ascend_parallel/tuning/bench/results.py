@@ -80,7 +80,7 @@ class Row:
         return {**asdict(self), "bound": self.bound, "best": self.best.name if self.best else SERIAL}
 
 
-def rows_of(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
+def result_rows(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
     """Return the figures of each measured pass; names: the names of the cases."""
     return [_row(names[result["case"]], result) for result in measured]
 

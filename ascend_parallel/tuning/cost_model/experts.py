@@ -18,7 +18,7 @@ from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import FORWARD
 from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel, ranks_in_domain
-from ascend_parallel.tuning.cost_model.layer_passes import Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.region import Estimate, Lanes, disturbed
 
@@ -148,7 +148,7 @@ class ExpertsTime:
         """Seconds of a pass's two all-to-alls, whole."""
         return 2 * self._send(1.0)
 
-    def seconds(self, direction: str, schedule: Schedule, shared: float) -> float:
+    def seconds(self, direction: str, schedule: ChunkSchedule, shared: float) -> float:
         """Return the seconds of a pass, with the shared expert's `shared` seconds, which the first all-to-all hides.
 
         Experts whose width ranks share are not cut into groups (docs/moe.md), nor those of one rank.
@@ -172,7 +172,7 @@ class ExpertsTime:
         count = min(GROUPS, key=lambda each: self._in_groups(work, each, 0.0, work.in_turn))
         return split_rows(self.experts, count, 1)
 
-    def _counts(self, schedule: Schedule) -> tuple[int, ...]:
+    def _counts(self, schedule: ChunkSchedule) -> tuple[int, ...]:
         return GROUPS if schedule.name in ("best", "equal") else (int(schedule.name.removeprefix("=")),)
 
     def _in_groups(self, work: ExchangeWork, count: int, shared: float, in_turn: float) -> float:

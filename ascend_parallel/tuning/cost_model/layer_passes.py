@@ -87,7 +87,7 @@ class LinearPass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ChunkSchedule:
     """A named rule for the chunk sizes of passes.
 
     name
@@ -123,11 +123,11 @@ class Schedule:
         return split_rows(rows, int(self.name))
 
 
-IN_TURN = Schedule(name="in-turn")
-MEGATRON = Schedule(name="megatron")
-BOUND = Schedule(name="bound")
-BEST = Schedule(name="best")
-EQUAL = Schedule(name="equal")
+IN_TURN = ChunkSchedule(name="in-turn")
+MEGATRON = ChunkSchedule(name="megatron")
+BOUND = ChunkSchedule(name="bound")
+BEST = ChunkSchedule(name="best")
+EQUAL = ChunkSchedule(name="equal")
 
 
 def operator_of(part: LinearPass) -> str:

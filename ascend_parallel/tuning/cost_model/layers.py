@@ -10,7 +10,7 @@ from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
 from ascend_parallel.tuning.cost_model.cost import GATHER as ALL_GATHER
 from ascend_parallel.tuning.cost_model.experts import ExpertsTime
-from ascend_parallel.tuning.cost_model.layer_passes import LinearPass, Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule, LinearPass
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model, ModelLinear, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import Elementwise, Region
 from ascend_parallel.tuning.cost_model.shared_attention import ALL_GATHER as GATHERS
@@ -237,7 +237,7 @@ class TransformerLayerTime:
             forward, backward = forward + self.experts.all_to_alls, backward + self.experts.all_to_alls
         return forward + backward + (forward if recompute == "full" else 0.0)
 
-    def forward(self, schedule: Schedule) -> float:
+    def forward(self, schedule: ChunkSchedule) -> float:
         """Return the time of forward."""
         if self._in_region(schedule):
             region = self.region(int(schedule.name))
@@ -247,7 +247,7 @@ class TransformerLayerTime:
         elementwise = self.elementwise + self.unfused[0]
         return self._in_parts(FORWARD, schedule) + self.attention + elementwise + self.replicated
 
-    def backward(self, schedule: Schedule, recompute: str = "none") -> float:
+    def backward(self, schedule: ChunkSchedule, recompute: str = "none") -> float:
         """Return the time of backward; recompute: "selective" repeats attention's forward, "full" the layer's."""
         elementwise = self.elementwise
         if self._in_region(schedule):
@@ -260,15 +260,15 @@ class TransformerLayerTime:
         other = self.attention_backward + ELEMENTWISE_BACKWARD * elementwise + self.unfused[1] + 2 * self.replicated
         return linear + other + self.recomputed(schedule, recompute)
 
-    def both(self, schedule: Schedule, recompute: str) -> float:
+    def both(self, schedule: ChunkSchedule, recompute: str) -> float:
         """Return the time of forward and backward."""
         return self.forward(schedule) + self.backward(schedule, recompute)
 
-    def _in_region(self, schedule: Schedule) -> bool:
+    def _in_region(self, schedule: ChunkSchedule) -> bool:
         """Tell whether a region runs what stands between two attentions: experts are not part of one."""
         return schedule.region and self.batch.tp > 1 and self.experts is None
 
-    def _in_parts(self, direction: str, schedule: Schedule) -> float:
+    def _in_parts(self, direction: str, schedule: ChunkSchedule) -> float:
         """Return the seconds of a pass's linear layers, and of its experts."""
         parts = self.parts[direction]
         if self.experts is None:
@@ -278,7 +278,7 @@ class TransformerLayerTime:
         experts = self.experts.seconds(direction, schedule, shared)
         return sum(schedule.seconds(part) for part in parts[:attention]) + experts
 
-    def recomputed(self, schedule: Schedule, recompute: str) -> float:
+    def recomputed(self, schedule: ChunkSchedule, recompute: str) -> float:
         """Return the seconds of what backward runs again.
 
         A planned model's second run ends with the inputs of the layer's last product: nothing reads its result
@@ -316,7 +316,7 @@ class EmbeddingAndLogitsTime:
             moved = 2 * self.batch.dtype.itemsize
         return self.costs.stream(moved * self.batch.rows * -(-self.model.vocab // self.batch.tp))
 
-    def seconds(self, schedule: Schedule) -> tuple[float, float]:
+    def seconds(self, schedule: ChunkSchedule) -> tuple[float, float]:
         """Return the seconds of logits and loss, forward and backward."""
         forward, backward = (schedule.seconds(self.parts[way]) for way in (FORWARD, BACKWARD))
         return forward + self.loss(LOSS_BYTES[0]), backward + self.loss(LOSS_BYTES[1])

@@ -19,8 +19,8 @@ from ascend_parallel.tuning.cost_model.layer_passes import (
     EQUAL,
     IN_TURN,
     MEGATRON,
+    ChunkSchedule,
     LinearPass,
-    Schedule,
     operator_of,
 )
 from ascend_parallel.tuning.cost_model.layers import TransformerLayerTime
@@ -34,12 +34,12 @@ from ascend_parallel.tuning.step_time.throughput import Throughput, rates_in_wor
 SCHEDULES = {
     "in turn": IN_TURN,
     "serial": MEGATRON,
-    "2 chunks": Schedule(name="2"),
-    "4 chunks": Schedule(name="4"),
-    "8 chunks": Schedule(name="8"),
-    "2, regions": Schedule(name="2", region=True),
-    "4, regions": Schedule(name="4", region=True),
-    "8, regions": Schedule(name="8", region=True),
+    "2 chunks": ChunkSchedule(name="2"),
+    "4 chunks": ChunkSchedule(name="4"),
+    "8 chunks": ChunkSchedule(name="8"),
+    "2, regions": ChunkSchedule(name="2", region=True),
+    "4, regions": ChunkSchedule(name="4", region=True),
+    "8, regions": ChunkSchedule(name="8", region=True),
     "best equal": EQUAL,
     "best": BEST,
     "bound": BOUND,
@@ -232,7 +232,7 @@ def _expert_calls(layer: TransformerLayerTime) -> list[dict[str, Any]]:
 
 
 def _layer(layer: TransformerLayerTime, layout: Layout) -> dict[str, Any]:
-    def seconds(schedule: Schedule) -> float:
+    def seconds(schedule: ChunkSchedule) -> float:
         return layer.both(schedule, layout.recompute)
 
     communication = layer.communication(layout.recompute)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
-from ascend_parallel.tuning.cost_model.layer_passes import Schedule
+from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE, EmbeddingAndLogitsTime, TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.tables import require
@@ -81,7 +81,7 @@ class Layout:
         return min(dense, count), min(sparse, max(count - dense, 0))
 
 
-def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepTimes:
+def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: ChunkSchedule) -> StepTimes:
     """Return the time of one step.
 
     Ranks fill servers in Megatron-core's order: tensor-parallel ranks, then context-parallel ranks, then replicas, then
@@ -91,7 +91,7 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
     return time_step(step_work(costs, model, batch, layout, schedule))
 
 
-def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> StepWork:
+def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: ChunkSchedule) -> StepWork:
     """Return what each rank of a pipeline does in a step, in seconds; the slowest of all cards sets the pace."""
     ranks = ranks_of(batch, layout)
     costs = of_slowest(costs, ranks)
@@ -232,7 +232,7 @@ def _untimed(nbytes: float) -> float:
 class _Passes:
     """Seconds of a stage's forward and backward."""
 
-    def __init__(self, costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: Schedule) -> None:
+    def __init__(self, costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: ChunkSchedule) -> None:
         self._costs, self._model, self._batch, self._layout = costs, model, batch, layout
         self._last = layout.pp * layout.virtual_stages - 1
         (dense, sparse), self._ends = layers_of(costs, model, batch), ends_of(costs, model, batch)
