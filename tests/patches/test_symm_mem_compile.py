@@ -24,7 +24,7 @@ from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.symm_mem import inductor
 
-HIDDEN, MIDDLE, SEQUENCE = 96, 192, 96  # divisible by 2, 3 and 4 ranks; a rank has rows for two chunks
+HIDDEN, MIDDLE, SEQUENCE = 96, 192, 96  # divisible by 2 and 3 ranks; a rank has rows for two chunks
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
@@ -128,7 +128,7 @@ def test_compiled_with_the_kernels_and_without_in_one_process(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "gated", "dim", "dtype"),
-    [(2, True, 0, torch.bfloat16), (3, True, 1, torch.float32), (4, False, 0, torch.float32)],
+    [(2, True, 0, torch.bfloat16), (3, True, 1, torch.float32), (2, False, 0, torch.float32)],
 )
 def test_losses_and_gradients_are_those_of_eager(ranks, count, gated, dim, dtype):
     """The gated MLP's input gradient is a sum of two products, which torch's pass does not fuse."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from marks import promise
-from pairwise import pairwise
+from pairwise import base_choice, pairwise
 from tolerances import close
 
 import ascend_parallel
@@ -101,9 +101,8 @@ def scatter_matrix(group, shape, dtype, num_chunks):
         return COUNTS.as_dict().get("matmul_reduce_scatter")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sample("2-torch.float64")
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (3, torch.float64)), ids=str)
 def test_gathers_along_every_dimension(ranks, count, dtype):
     for index, shape in enumerate(SHAPES):
         for num_chunks, widths in itertools.product(CHUNKS, ([40], [8, 40, 16])):
@@ -112,9 +111,8 @@ def test_gathers_along_every_dimension(ranks, count, dtype):
             assert (counts["chunks"] > counts["calls"]) == (num_chunks > 1), index
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sample("2-torch.float64", "3-torch.bfloat16")
+@pytest.mark.parametrize(("count", "dtype"), base_choice([2, 3, 4], DTYPES, (3, torch.float64)), ids=str)
 def test_scatters_along_every_dimension(ranks, count, dtype):
     for shape, num_chunks in itertools.product(SHAPES, CHUNKS):
         (counts, *_) = ranks(count).run(scatter_matrix, shape, dtype, num_chunks)
