@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import promise
+from pairwise import base_choice
 from torch import nn
 
 from ascend_parallel.sharding.grad_dtype import grad_dtype
@@ -89,8 +90,7 @@ def staged(schedule, virtual=1, zero_stage=0):
 
 @promise("accumulation-16-bit")
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero_stage", "master_weights"), base_choice([0, 1, 2, 3], [True, False], (2, True)))
 def test_micro_batches_at_every_level(ranks, zero_stage, master_weights):
     options = {
         **MICRO,
