@@ -75,7 +75,7 @@ def of_all(group, cases):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_of_one_rank(ranks, dtype):
     """Also with chunks, and with sequence parallelism where the rows can be shared."""
-    shape = (1024, 1024)
+    shape = (512, 512)
     cases = [(rows, shape, dtype, TREE) for rows in ROWS]
     cases += [(512, shape, dtype, Settings(deterministic="tp", num_chunks=chunks)) for chunks in (3, 8)]
     cases += [(512, shape, dtype, Settings(deterministic="tp", num_chunks=chunks), True) for chunks in (1, 4)]
