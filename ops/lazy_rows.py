@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -143,6 +143,14 @@ class LazyRows:
         """Finish other rows as soon as these are finished."""
         self._followers.append(weakref.ref(follower))
 
+    def make(self, memory: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return memory for these rows, made in their mode while no thread fills them."""
+        with self._lock:
+            if not modes_are_on(self._inference):
+                return memory()
+            with without_grad_and_modes(self._inference):
+                return memory()
+
     @property
     def is_part(self) -> bool:
         """Whether these are some rows of others."""
@@ -178,6 +186,60 @@ class LazyRows:
             act(index)
 
         self._fill, self._at_once = fill_and_change, False
+
+
+class RowPieces:
+    """The rows of a tensor with memory of its own for each chunk, until somebody asks for one memory.
+
+    A piece is freed once all its readers have read it and nobody holds the tensor, so that what lies between two layers
+    is never whole.
+    """
+
+    def __init__(self, shape: Sizes, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> None:
+        """Hold nothing yet of rows [M, ...], in chunks of `sizes` rows."""
+        self.shape, self.dtype, self.device, self.sizes = shape, dtype, device, sizes
+        self.rows: list[Any] = [None] * len(sizes)
+        """The chunks that are there; in one memory, all."""
+        self.is_joined = False
+        self._readers, self._reads = 0, [0] * len(sizes)
+        self._holder: Callable[[], object | None] = _nobody
+
+    def held(self) -> object:
+        """Return an object for the tensor to hold: its pieces stay as long as this does."""
+        holder = _Holder()
+        self._holder = weakref.ref(holder)
+        return holder
+
+    def read_by_one_more(self) -> list[Any]:
+        """Note a reader, which calls `was_read`; return the chunks, each there once it is filled."""
+        self._readers += 1
+        return self.rows
+
+    def was_read(self, index: int) -> None:
+        """Free a chunk if this was the last reader of it, and nobody can read the tensor any more."""
+        self._reads[index] += 1
+        if self._reads[index] == self._readers and not self.is_joined and self._holder() is None:
+            self.rows[index] = None
+
+    def joined(self) -> torch.Tensor:
+        """Return one memory for all rows, with those that are there."""
+        memory = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        places = memory.split_with_sizes(self.sizes)
+        for place, piece in zip(places, self.rows, strict=True):
+            if piece is not None:
+                place.copy_(piece)
+        self.rows[:], self.is_joined = places, True
+        return memory
+
+
+class _Holder:
+    """What a tensor holds, and drops when it is gone: a tensor that torch alone holds keeps it too."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _nobody() -> None:
+    """Return that there is no holder."""
 
 
 class _Thread(threading.local):

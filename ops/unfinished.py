@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.lazy_rows import LazyRows, Rows, finish_all
+from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.probing import (
     ROW_MAJOR,
@@ -110,6 +110,8 @@ class UnfinishedTensor(torch.Tensor):
 
     _value: torch.Tensor
     _rows: Rows
+    _pieces: RowPieces
+    _holder: object
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -129,6 +131,29 @@ class UnfinishedTensor(torch.Tensor):
         return made
 
     @classmethod
+    def in_pieces(cls, pieces: RowPieces, rows: Rows) -> UnfinishedTensor:
+        """Return the tensor of rows that lie in pieces, until somebody asks for its memory."""
+        made: UnfinishedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, pieces.shape, dtype=pieces.dtype, device=pieces.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made._rows, made._pieces = rows, pieces
+        made._holder = pieces.held()
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Return `_value` of rows in pieces, in one memory from now on."""
+        if name != "_value" or "_pieces" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._value = self._rows.progress.make(self._pieces.joined)
+        return self._value
+
+    @property
+    def pieces(self) -> RowPieces | None:
+        """The pieces in which the rows lie; None: they have one memory, which others may have too."""
+        return None if "_value" in vars(self) else self._pieces
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -145,9 +170,9 @@ class UnfinishedTensor(torch.Tensor):
 
     def finished(self) -> torch.Tensor:
         """Return the whole tensor, with torch's own memory, to read; waits for its rows."""
-        progress = self._rows.progress
+        value, progress = self._value, self._rows.progress  # before rows are filled, so that they get their place
         progress.up_to(progress.count)
-        return self._value
+        return value
 
     def _given_away(self) -> torch.Tensor:
         """Return the whole tensor to somebody who may write to its memory."""
@@ -423,10 +448,10 @@ def _read_by(func: Any, value: Any, given: dict[int, UnfinishedTensor]) -> Any:
     progress = value._rows.progress
     if may_write(func):
         progress.finish_readers()
+    memory = value._value
     if not progress.finished:
         ENDS[str(func)] += 1
     progress.up_to(progress.count)
-    memory = value._value
     given[id(memory)] = value
     return memory
 

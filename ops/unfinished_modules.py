@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ascend_parallel.ops.lazy_rows import LazyRows, Rows
+from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.rows import stops_of
@@ -62,35 +62,53 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
 
     module: what the function belongs to; its results have the same shapes and dtypes for the same inputs. The function
     gives each row what it would give it alone. writes: it may change its inputs; it then gets copies, and theirs stay.
+
+    Results lie in pieces, a chunk each, until a function of torch, or who else reads memory, asks for the whole tensor:
+    of a chain of modules a chunk is freed once the next module has read it.
     """
-    unfinished = [x for x in inputs if is_unfinished(x)]
+    unfinished = [x for x in inputs if isinstance(x, UnfinishedTensor) and is_unfinished(x)]
     if not unfinished or not all(_has_rows(x, inputs[0].shape[0]) for x in inputs) or not may_be_filled_later():
         return function(*map(finished, inputs))
     results = _results_of(module, function, inputs)
-    values = [x._value if isinstance(x, UnfinishedTensor) and is_unfinished(x) else _kept(x) for x in inputs]
-    sources = [x._rows.progress for x in unfinished if isinstance(x, UnfinishedTensor)]
-    sizes, m = sources[0].sizes, inputs[0].shape[0]
-    buffers = [unfinished[0].new_empty((m, *each.shape), dtype=each.dtype) for each in results.each]
-    read, written = ([each.split_with_sizes(sizes) for each in tensors] for tensors in (values, buffers))
+    sizes, m = unfinished[0]._rows.progress.sizes, inputs[0].shape[0]
+    device = unfinished[0].device
+    written = [RowPieces((m, *each.shape), each.dtype, device, sizes) for each in results.each]
     stops, name = stops_of(sizes), type(module).__name__
+    read: list[Sequence[torch.Tensor]] = []
+    in_pieces: list[RowPieces] = []
     pulls: list[Callable[[int], object]] = []
 
     def fill(index: int) -> None:
         for pull in pulls:
             pull(stops[index])
-        rows = []
-        for pieces in read:
-            rows.append(pieces[index].clone() if writes else pieces[index])
+        rows = [chunks[index].clone() if writes else chunks[index] for chunks in read]
         run = function if RECORDING.recorder is None else partial(compute_rows, name, function)
         made = run(*rows)
         if (found := _Results.of(made)) != results:
             raise RuntimeError(f"{name} was expected to return {results.each}, and returned {found.each}")
-        for places, part in zip(written, (made,) if results.kind is None else made, strict=True):
-            places[index].copy_(part)
+        for result, part in zip(written, (made,) if results.kind is None else made, strict=True):
+            if result.is_joined:
+                result.rows[index].copy_(part)
+            else:  # a copy, since the module may return memory that it writes again
+                result.rows[index] = part.clone(memory_format=torch.contiguous_format)
+        for source in in_pieces:
+            source.was_read(index)
 
     progress = LazyRows(sizes, fill)
-    pulls += [source.read_by(progress) for source in sources]
-    tensors = [UnfinishedTensor(buffer, Rows(progress, 1, 1)) for buffer in buffers]
+    for x in inputs:
+        pieces = x.pieces if isinstance(x, UnfinishedTensor) else None
+        if not isinstance(x, UnfinishedTensor) or (pieces is None and x._rows.progress.finished):
+            read.append(_kept(x).split_with_sizes(sizes))
+            continue
+        progress_of_x = x._rows.progress
+        pull = progress_of_x.read_by(progress)
+        pulls.append(pull)
+        if pieces is not None and pieces.sizes == sizes and pull == progress_of_x.pull:
+            read.append(pieces.read_by_one_more())
+            in_pieces.append(pieces)
+        else:  # memory that is read in another stream is freed with all its rows
+            read.append(x._value.split_with_sizes(sizes))
+    tensors = [UnfinishedTensor.in_pieces(result, Rows(progress, 1, 1)) for result in written]
     return tensors[0] if results.kind is None else results.kind(tensors)
 
 

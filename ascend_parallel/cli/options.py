@@ -17,11 +17,15 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 DEVICE_DTYPES = {"npu": "bfloat16", "cpu": "float32"}  # of layers, unless the user names another
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
 RAREST, MOST_GROUPS = 999_999_999, 64  # settings.RAREST and MAX_CHUNKS, whose module needs torch
-# Parameters of bench, tune and explain that a way to name the layers does not read.
+# Parameters of bench, tune and explain that a way to name the layers does not read, or layers of a framework.
 UNREAD_BY = {
     "--model": ("layer", "shared"),
     "--shape": ("seq", "micro_batch", "scale", "shared"),
-    "--moe": ("layer", "sequence_parallel", "seq", "micro_batch", "scale", "plot_file", "deterministic", "every"),
+    "--moe": (
+        *("layer", "sequence_parallel", "seq", "micro_batch", "scale", "plot_file", "deterministic", "every"),
+        "framework",
+    ),
+    "--framework": ("layer", "sequence_parallel", "deterministic"),
 }
 UNREAD_BY["--context"] = (*UNREAD_BY["--moe"], "shared")
 LAYERS = {"both": ("row", "column"), "row": ("row",), "column": ("column",)}

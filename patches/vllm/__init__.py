@@ -8,6 +8,7 @@ auto       how many chunks, from dummy steps that are timed
 fused      a row layer as one operator of torch_npu, with USE_COC_FUSED_KERNEL=1
 operators  a row layer as one operator of compiled graphs; steps that leave these
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
+bench      what the ranks of `ascend-parallel bench --framework vllm` time: a row layer alone
 """
 
 from __future__ import annotations

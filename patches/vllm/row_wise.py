@@ -145,9 +145,10 @@ def row_wise_call(original: Function, each: RowWise) -> Function:
         if not named or any(map(torch.is_tensor, kwargs.values())):
             return original(self, *args, **kwargs)
         places = [place for place in each.rows if place < len(args) and args[place] is not None]
+        others = [None if place in places else value for place, value in enumerate(args)]  # holds no rows
 
         def run(*rows: torch.Tensor) -> Any:
-            given = list(args)
+            given = list(others)
             for place, x in zip(places, rows, strict=True):
                 given[place] = x
             return original(self, *given, **kwargs)

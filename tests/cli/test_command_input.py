@@ -63,6 +63,8 @@ def test_numbers_out_of_bounds_end_with_2_and_name_the_option(words):
         (("bench", "--model", "llama2-7b", "--layer", "row"), "--model: leave out --layer"),
         (("bench", "--moe", "8,64,64,64", "--no-sequence-parallel"), "--moe: leave out --no-sequence-parallel"),
         (("bench", "--context", "1024,8,8,64", "--micro-batch", "2"), "--context: leave out --micro-batch"),
+        (("bench", "--moe", "8,64,64,64", "--framework", "vllm"), "--moe: leave out --framework"),
+        (("bench", "--shape", "64,64,64", "--framework", "vllm", "--layer", "row"), "--framework: leave out --layer"),
         (("tune", "--context", "1024,8,8,64", "--rounds", "3"), "--context: leave out --rounds"),
         (("tune", "--shape", "64,64,64", "--seq", "128"), "--shape: leave out --seq"),
         (("explain", "--shape", "64,64,64", "--micro-batch", "2"), "--shape: leave out --micro-batch"),

@@ -1,5 +1,7 @@
 """Unfinished rows in inference mode, and modules that run by rows: rows that are read early would be NaN here."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,6 +150,68 @@ def test_a_module_that_writes_leaves_the_rows_of_others_alone():
         y, total = norm(x, residual)
         assert torch.equal(total, drawn(64, 64) + drawn(64, 64, seed=4)) and not y.isnan().any()
         assert torch.equal(x, drawn(64, 64)) and torch.equal(residual, drawn(64, 64, seed=4))
+
+
+class Noted(torch.nn.Module):
+    """A module that doubles, and notes which of the rows that it was given are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.alive = [], []
+
+    def forward(self, x):
+        self.given.append(weakref.ref(x))
+        self.alive.append(sum(x() is not None for x in self.given))
+        return x * 2
+
+
+def test_rows_between_modules_are_freed_once_they_are_read():
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        first, second = Noted(), Noted()
+        y = by_rows(second, second, by_rows(first, first, x))
+        assert torch.equal(finished(y), drawn(64, 64) * 4)
+    assert second.alive == [1] * 4  # at a trial, and of three chunks never two at once
+
+
+def test_rows_between_modules_stay_for_whoever_holds_them():
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        second = Noted()
+        z = by_rows(NORM, NORM, x, drawn(64, 64, seed=4), writes=True)
+        y = by_rows(second, second, z[1])
+        y[:16].sum()
+        third = by_rows(second, second, z[1])
+        joined = z[1] + 1
+        total = drawn(64, 64) + drawn(64, 64, seed=4)
+        for found, expected in ((joined, total + 1), (third, total * 2), (y, total * 2), (z[1], total)):
+            assert torch.equal(finished(found), expected)
+
+
+def test_rows_of_two_readers_are_freed_after_the_second():
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        first, second, third = Noted(), Noted(), Noted()
+        z = by_rows(first, first, x)
+        readers = [by_rows(each, each, z) for each in (second, third)]
+        del z
+        for y in readers:
+            assert torch.equal(finished(y), drawn(64, 64) * 4)
+    assert second.alive == [1, 1, 2, 3] and third.alive == [1] * 4
+
+
+def test_a_module_reads_the_pieces_of_finished_rows_without_a_copy():
+    """Nobody has had their memory, and who changes them by a function of torch waits for the module."""
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        later, _ = sent(drawn(64, 64, seed=5))
+        residual = norm(x, drawn(64, 64, seed=4))[1]
+        total = drawn(64, 64) + drawn(64, 64, seed=4)
+        residual._rows.progress.finish()
+        y = norm(later, residual)[1]
+        assert residual.pieces is not None
+        residual.add_(1)
+        assert torch.equal(y, drawn(64, 64, seed=5) + total) and torch.equal(residual, total + 1)
 
 
 def test_rows_in_another_place_are_waited_for():

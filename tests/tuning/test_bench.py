@@ -145,6 +145,8 @@ def test_tune_fills_the_cache(tmp_path):
         (("--shape", "1024,64,64", "--link", "fast"), "the rate 'fast' is not allowed"),
         (("--model", "llama9"), "llama9"),
         (("--shape", "1024,64,64", "--tp", "1"), "--tp"),
+        (("--shape", "1024,64,64", "--framework", "vllm"), "--framework vllm: vLLM is not installed for /"),
+        (("--shape", "1024,64,64", "--framework", "nemo"), "--framework 'nemo' is not known. Known: vllm"),
         (("--context", "1024,8"), "give TOKENS,HEADS,KEYS,WIDTH, with a multiple of 4 tokens, such as 4096,8,8,64"),
         (("--context", "1022,8,8,64"), "with a multiple of 4 tokens"),
         (("--context", "1024,7,3,64"), "7 heads of queries, no multiple of 3 heads of keys"),

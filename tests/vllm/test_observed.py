@@ -2,21 +2,23 @@
 
 import json
 import os
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from generate import saved_model
+from generate import generated, saved_model
 
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.tuning.measured.chunk_plan import PlanError
 
 LENGTHS = [600, 90]
+TOKENS = 1024  # of a prefill in four chunks
 
 
 def observed(folder):
     """Return what one engine generates plain, checked and recorded, and what the checks and the counts tell."""
-    from generate import engine, generated
+    from generate import engine
 
     import ascend_parallel
     from ascend_parallel.ops import COUNTS
@@ -41,6 +43,7 @@ def observed(folder):
         (found["auto"],) = llm.collective_rpc(said)
         found["timed"] = {"made": generated(llm, LENGTHS)}
         run("planned", plan=planned(folder), frameworks=("vllm",))
+        found["bytes"] = most_bytes(llm)
         ascend_parallel.configure(plan=planned(folder, threads=7), frameworks=("vllm",))
         with pytest.raises(PlanError) as refused:
             llm.collective_rpc(agree)
@@ -79,6 +82,23 @@ def vision_encoder(config):
         ours, counts = encoder(x), COUNTS.as_dict()
         ascend_parallel.configure(num_chunks=1)
         return torch.equal(ours, encoder(x)), counts
+
+
+def most_bytes(llm):
+    """Return the most bytes of the tensors of a prefill as it is, and with unfinished rows; and the calls by rows."""
+    import ascend_parallel
+    from ascend_parallel.ops import COUNTS
+
+    found = []
+    for count in (1, 4):
+        ascend_parallel.configure(num_chunks=count, frameworks=("vllm",))
+        COUNTS.clear()
+        generated(llm, [TOKENS], tokens=1)  # what is kept for the next time
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            generated(llm, [TOKENS], tokens=1)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        found.append(max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))))
+    return *found, COUNTS.as_dict().get("region")
 
 
 def tuned(llm, plan):
@@ -166,6 +186,13 @@ def test_a_timeline_shows_a_prefill_with_and_without_chunks(results):
     assert set(rows) == {"model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"}
     for row in rows.values():
         assert row.kernel == "chunked 5" and row.comm > 0 and row.hidden is not None and row.serial > 0
+
+
+def test_unfinished_rows_hold_at_most_one_activation_more(results):
+    for found in results[1]:
+        plain, ours, regions = found["bytes"]
+        assert regions["chunks"] > 0
+        assert ours <= plain + TOKENS * 256 * 4, (plain, ours)
 
 
 def test_auto_times_dummy_steps(results):

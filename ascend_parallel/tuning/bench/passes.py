@@ -37,18 +37,20 @@ def measure(
     rounds: int,
     equal: bool = False,
     deterministic: list[str] | None = None,
+    timed: type[TimedLinear] = TimedLinear,
 ) -> dict[str, Any]:
     """Time every pass of `cases`; return the times of each pass by variant, and the plan that they make.
 
     equal: also time chunks of equal rows, under the names "2 equal", "4 equal" ...
     deterministic: also time one chunk and each count with these values of COC_DETERMINISTIC: "1", "tp".
+    timed: the layer of a shape; a framework's own in its place.
     """
     device = device_of(group)
     machine = this_machine(group.size(), own_device(device), BACKENDS[device])
     results, entries = [], []
     for index, raw in enumerate(cases):
         shape = LayerShape(**{**raw, "dtype": getattr(torch, raw["dtype"]), "device": device})
-        layer = TimedLinear(shape, group, PLAIN, machine)
+        layer = timed(shape, group, PLAIN, machine)
         for operator in shape.operators:
             what = f"{shape.kind} {operator.direction} {matmul_in_words(operator.problem)}"
             report(f"{index + 1}/{len(cases)}  {what}")
@@ -115,7 +117,7 @@ def _candidate_sizes(
         cuts[f"{count} chunks"] = split_rows(parts.rows, count)
         for name, requested in cuts.items():
             sizes = layer.sizes_as_run(operator, requested)
-            if len(sizes) == count and sizes not in candidates.values():
+            if len(sizes) >= count and sizes not in candidates.values():  # a framework may cut a rest off
                 candidates[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
         sizes = layer.sizes_as_run(operator, best_of_model(operator.problem, parts, most).sizes)

@@ -74,9 +74,7 @@ class TimedLinear:
         self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
     ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
-        gathers_input = operator.direction == BACKWARD and self.shape.kind == COLUMN and self.shape.sequence_parallel
-        gathers_input &= self._settings.recompute_all_gather
-        calls = part_calls(operator, self.group, self.x.detach(), self.shape.k if gathers_input else None)
+        calls = self.calls(operator)
         runs: dict[Any, Callable[[], float]] = {
             name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
         }
@@ -94,6 +92,12 @@ class TimedLinear:
             rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
         )
         return parts, times
+
+    def calls(self, operator: LayerOperator) -> Calls:
+        """Return the parts of a pass as functions to time."""
+        gathers_input = operator.direction == BACKWARD and self.shape.kind == COLUMN and self.shape.sequence_parallel
+        gathers_input &= self._settings.recompute_all_gather
+        return part_calls(operator, self.group, self.x.detach(), self.shape.k if gathers_input else None)
 
     def _beside(self, calls: Calls, matmuls: int, collectives: int, until: bool) -> float:
         """Time matmuls beside longer collectives: until the matmuls end, or with `until`, until both end."""
