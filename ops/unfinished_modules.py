@@ -78,6 +78,8 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     def fill(index: int) -> None:
         for pull in pulls:
             pull(stops[index])
+        if progress.filled >= stops[index]:  # work beside a wait has asked for it, and somebody may have changed it
+            return
         rows = []
         for pieces in read:
             rows.append(pieces[index].clone() if writes else pieces[index])
