@@ -6,6 +6,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -70,16 +71,18 @@ class LazyRows:
         elif _THREAD.fills and torch.is_inference_mode_enabled() == self._inference:
             self.pull(stop)
         else:
-            outer, _THREAD.fills = _THREAD.fills, True
+            grad, outer, _THREAD.fills = torch.is_grad_enabled(), _THREAD.fills, True
             try:
                 if modes_are_on(self._inference):
                     with without_grad_and_modes(self._inference):
                         self.pull(stop)
                 else:
-                    with torch.no_grad(), torch._C.DisableTorchFunction():
+                    torch._C._set_grad_enabled(False)  # what torch.no_grad() does, in several functions of Python
+                    with torch._C.DisableTorchFunction():
                         self.pull(stop)
             finally:
                 _THREAD.fills = outer
+                torch._C._set_grad_enabled(grad)
 
     def _up_to_in_its_stream(self, stop: int, current: torch.Stream) -> None:
         assert self._stream is not None
@@ -178,14 +181,32 @@ class LazyRows:
             with without_grad_and_modes(self._inference):
                 for index in range(self._next):
                     act(index)
-        if fill is None:
-            return
+        if fill is not None:
+            changed = fill if isinstance(fill, _ChangedFill) else _ChangedFill([fill])
+            changed.steps.append(act)
+            self._fill, self._at_once = changed, False
 
-        def fill_and_change(index: int) -> None:
-            fill(index)
-            act(index)
 
-        self._fill, self._at_once = fill_and_change, False
+@dataclass(eq=False)
+class _ChangedFill:
+    """What fills a chunk and changes it, step by step.
+
+    A step that has run does not run again: not after an error of a later one, and not where work beside a wait of a
+    step has asked for the same chunk.
+    """
+
+    steps: list[Callable[[int], object]]
+    index: int = 0  # of the chunk that is filled
+    done: int = 0  # how many steps it has behind it
+
+    def __call__(self, index: int) -> None:
+        """Run the steps of a chunk that have not run; chunks come in order."""
+        if index > self.index:
+            self.index, self.done = index, 0
+        while self.index == index and (step := self.done) < len(self.steps):
+            self.steps[step](index)
+            if self.index == index:
+                self.done = max(self.done, step + 1)
 
 
 class RowPieces:

@@ -19,6 +19,11 @@ from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.row_views import pieces_of
 from ascend_parallel.ops.rows import Sizes, stops_of
 
+aten = torch.ops.aten
+
+# Elementwise operators that torch does not tag so.
+CASTS = (aten._to_copy.default, aten.clone.default)
+
 
 class Like(NamedTuple):
     """A tensor among the arguments of an operator; of unfinished rows also where they lie, else there are no blocks."""
@@ -89,6 +94,7 @@ class RowPlan:
     results   none: it changes its first argument
     several   whether the results come as a list
     outs      the names of the arguments of `run` to which it writes its results; empty: it returns them
+    copies    whether its result is its argument in the dtype of the result
     """
 
     run: Callable[..., Any]
@@ -101,6 +107,7 @@ class RowPlan:
     results: tuple[Result, ...] = ()
     several: bool = False
     outs: tuple[str, ...] = ()
+    copies: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +135,19 @@ def plan_of(func: Any, args: tuple[Argument, ...], named: Named, trailing: int |
         return None
     results = tuple(Result(shape, _blocks(like, shape), dtype) for shape, dtype in shapes)
     run, outs = _writing(func)
-    return RowPlan(run, place, like.blocks, like.lead, *operands, results=results, several=several, outs=outs)
+    cut, small = operands
+    return RowPlan(
+        run=run,
+        like=place,
+        blocks=like.blocks,
+        lead=like.lead,
+        cut=cut,
+        small=small,
+        results=results,
+        several=several,
+        outs=outs,
+        copies=func in CASTS and not outs,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +186,8 @@ def _operands(
         elif each.blocks or any(size != 1 for size in each.shape[:inner]):
             return None
         else:
-            small.append((place, each.shape[inner:]))
+            # With a dimension, unless it has none: torch promotes a tensor without dimensions as a number.
+            small.append((place, each.shape[inner:] or each.shape[-1:]))
     return tuple(cut), tuple(small)
 
 
@@ -230,18 +250,22 @@ def _writing(func: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
 class Unchanged:
     """Tensors that rows are made of later: they have to be then as they are now."""
 
-    def __init__(self, reader: str, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Note tensors, each with its memory, which is another tensor if its rows are to come; name their reader."""
+    def __init__(self, reader: str, tensors: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Note tensors, each with its memory, which is another tensor if its rows are to come; name their reader.
+
+        None: who asks for the memory, or changes it, has the reader read first.
+        """
         self._reader = reader
-        self._states: list[tuple[torch.Tensor, torch.Tensor, int | None, int]] = []
+        self._states: list[tuple[torch.Tensor, torch.Tensor | None, int | None, int]] = []
         for tensor, memory in tensors:
             version = None if tensor.is_inference() else tensor._version
-            self._states.append((tensor, memory, version, memory.untyped_storage().nbytes()))
+            self._states.append((tensor, memory, version, 0 if memory is None else memory.untyped_storage().nbytes()))
 
     def check(self) -> None:
         """Raise `RuntimeError` if a tensor has changed, or its memory is gone."""
         for tensor, memory, version, size in self._states:
-            if memory.untyped_storage().nbytes() != size or (version is not None and tensor._version != version):
+            freed = memory is not None and memory.untyped_storage().nbytes() != size
+            if freed or (version is not None and tensor._version != version):
                 raise RuntimeError(
                     f"{self._reader} of a region reads a tensor of shape {list(tensor.shape)} that was changed in "
                     "place, or freed, before the rows of its other operand had come; COC_REGION=0 runs the layers one "
@@ -249,10 +273,19 @@ class Unchanged:
                 )
 
 
+class CutRows(NamedTuple):
+    """The memory of a tensor with rows, viewed as `blocks`, of `Cut`, and cut into chunks of `sizes` rows."""
+
+    blocks: Sizes
+    sizes: Sizes
+    pieces: Sequence[torch.Tensor]
+
+
 class RowOperator:
     """An operator of unfinished rows: its operands and the memory of its results, cut into chunks.
 
     results   the memory, not filled yet
+    cuts      the results' chunks
     sources   the progress of operands whose rows are to come
     pulls     what finishes these rows up to a row, for whoever knows the progress of the results to fill in
     """
@@ -276,39 +309,60 @@ class RowOperator:
         self.results: list[torch.Tensor] = []
         self.sources: list[LazyRows] = []
         self.pulls: list[Callable[[int], object]] = []
+        self.cuts: list[CutRows] = []
+        self._done = 0  # pieces
         self._cut: list[tuple[int, Sequence[torch.Tensor]]] = []
         self._places: list[Sequence[torch.Tensor]] = []
         in_pieces: Callable[[torch.Tensor, Sizes], Sequence[torch.Tensor]]
         in_pieces = torch.Tensor.split_with_sizes if plan.blocks == 1 else pieces_of
-        read = [(args[place], args[place]) for place in plan.kept] if plan.kept else []
+        read: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for place in plan.kept:
+            read.append((args[place], args[place]))
         for place, shape, unfinished in plan.cut:
-            tensor, operand = args[place], memory[place]
-            if not unfinished and tensor.is_inference():
-                operand = operand.clone()  # it has no version that would tell of a change
-            elif plan.results or place:  # else the operator changes it
-                read.append((tensor, operand))
-                if unfinished:
+            tensor, operand, cut = args[place], memory[place], None
+            if unfinished:
+                cut = tensor._cut
+                if plan.results or place:  # else the operator changes it
+                    read.append((tensor, None))
                     self.sources.append(tensor._rows.progress)
-            self._cut.append((place, in_pieces(operand.view(shape), sizes)))
+            elif tensor.is_inference():
+                operand = operand.clone()  # it has no version that would tell of a change
+            else:
+                read.append((tensor, operand))
+            if cut is None or cut[:2] != (shape, sizes):
+                rows = operand if operand.shape == shape else operand.view(shape)
+                cut = CutRows(shape, sizes, in_pieces(rows, sizes))
+                if unfinished:
+                    tensor._cut = cut
+            self._cut.append((place, cut.pieces))
         for place, shape in plan.small:
-            self._args[place] = memory[place].reshape(shape).clone()
+            small = memory[place].clone()
+            self._args[place] = small if small.shape == shape else small.reshape(shape)
         for shape, blocks, dtype in plan.results:
-            self.results.append(torch.empty(shape, dtype=dtype, device=args[plan.like].device))
-            self._places.append(in_pieces(self.results[-1].view(blocks), sizes))
+            result = torch.empty(shape, dtype=dtype, device=args[plan.like].device)
+            self.results.append(result)
+            self._places.append(in_pieces(result if shape == blocks else result.view(blocks), sizes))
+            self.cuts.append(CutRows(blocks, sizes, self._places[-1]))
         self.check = Unchanged(name, read).check
 
     def fill(self, index: int) -> None:
-        """Run on a chunk, once its operands' rows are there."""
+        """Run on a chunk, once its operands' rows are there.
+
+        What has run does not run again, after an error or from work beside a wait: it may have changed its operand, or
+        somebody its result.
+        """
         for pull in self.pulls:
             pull(self._stops[index])
         plan, args, kwargs = self._plan, self._args, self._kwargs
         run = plan.run if RECORDING.recorder is None else partial(compute_rows, self._name, plan.run)
-        for piece in range(index * plan.blocks, (index + 1) * plan.blocks):
+        copies = plan.copies and RECORDING.recorder is None  # the copy of a result to its place casts it
+        for piece in range(max(self._done, index * plan.blocks), (index + 1) * plan.blocks):
             for place, pieces in self._cut:
                 args[place] = pieces[piece]
             for out, places in zip(plan.outs, self._places, strict=False):
                 kwargs[out] = places[piece]
-            found = run(*args, **kwargs)
+            found = args[plan.like] if copies else run(*args, **kwargs)
             if not plan.outs:
                 for places, result in zip(self._places, found if plan.several else (found,), strict=False):
                     places[piece].copy_(result)
+            self._done = piece + 1

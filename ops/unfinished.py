@@ -43,9 +43,11 @@ from ascend_parallel.ops.probing import (
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem, matmul_in_words
 from ascend_parallel.ops.record import compute_rows
 from ascend_parallel.ops.row_operator import (
+    CASTS,
     Argument,
     Constant,
     Cut,
+    CutRows,
     Like,
     Named,
     Result,
@@ -75,8 +77,6 @@ ALONG_SHAPE = _those_of("native_layer_norm", "_fused_rms_norm")
 ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList)
 # The gradients of norms: that of the input works on each row, those of weight and bias are sums over all rows.
 NORM_BACKWARDS = _those_of("native_layer_norm_backward", "_fused_rms_norm_backward")
-# Elementwise operators that torch does not tag so.
-CASTS = (aten._to_copy.default, aten.clone.default)
 # ``mm(x, w)`` and ``addmm(bias, x, w)``: the place of the rows.
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 # They read the shape, dtype and device of their argument alone.
@@ -112,6 +112,7 @@ class UnfinishedTensor(torch.Tensor):
     _rows: Rows
     _pieces: RowPieces
     _holder: object
+    _cut: CutRows | None = None  # what the operators that read it share
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -195,7 +196,7 @@ class UnfinishedTensor(torch.Tensor):
         """Take finished memory of another shape or place."""
         rows = Rows(LazyRows((), _nothing), 1, 0)
         torch._C.TensorBase.data.__set__(self, UnfinishedTensor(value, rows))  # type: ignore[attr-defined]
-        self._value, self._rows = value, rows
+        self._value, self._rows, self._cut = value, rows, None
 
     def data_ptr(self) -> int:
         """Return the address of the finished tensor."""
@@ -417,7 +418,7 @@ def postponed(
     return UnfinishedTensor(value, Rows(progress, 1, 0))
 
 
-def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tensor, tensor._value if isinstance(tensor, UnfinishedTensor) else tensor
 
 
@@ -569,9 +570,12 @@ def _started(
     for source in operator.sources:
         operator.pulls.append(source.read_by(progress))
     rows = Rows(progress, plan.blocks, plan.lead)
-    if plan.several:
-        return [UnfinishedTensor(result, rows) for result in operator.results]
-    return UnfinishedTensor(operator.results[0], rows)
+    made: list[UnfinishedTensor] = []
+    for result, cut in zip(operator.results, operator.cuts, strict=True):
+        tensor = UnfinishedTensor(result, rows)
+        tensor._cut = cut
+        made.append(tensor)
+    return made if plan.several else made[0]
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
@@ -648,7 +652,7 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     shapes, several = found
     x = args[0]
-    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    read: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     kept: list[Any] = []
     for leaf in args:
         # What is as small as a row may change before, such as a weight that a hook updates.
@@ -659,7 +663,10 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
     buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
 
     def fill(_: int) -> None:
-        results = compute_rows(func._schema.name, func, *map(finished, kept), **kwargs)
+        given = list(map(finished, kept))
+        if progress.finished:  # work beside a wait has asked for them, and somebody may have changed them
+            return
+        results = compute_rows(func._schema.name, func, *given, **kwargs)
         for buffer, result in zip(buffers, listed(results), strict=True):
             buffer.copy_(result)
 

@@ -81,6 +81,8 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     def fill(index: int) -> None:
         for pull in pulls:
             pull(stops[index])
+        if progress.filled >= stops[index]:  # work beside a wait has asked for it, and somebody may have changed it
+            return
         rows = [chunks[index].clone() if writes else chunks[index] for chunks in read]
         run = function if RECORDING.recorder is None else partial(compute_rows, name, function)
         made = run(*rows)

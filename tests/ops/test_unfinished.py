@@ -24,6 +24,7 @@ from ascend_parallel.ops.unfinished import (
     postponed,
     whole,
 )
+from ascend_parallel.ops.unfinished_modules import by_rows
 
 pytestmark = promise("unfinished-rows")
 
@@ -284,6 +285,62 @@ def test_a_change_of_some_rows_is_seen_by_later_readers_alone(part, blocks):
     PARTS[part](plain)
     assert torch.equal(finished(before), drawn(64, 8) * 2)
     assert torch.equal(finished(x + 1), plain + 1)
+
+
+def arriving(value, blocks=1, beside=lambda: None):
+    """Return unfinished rows that a collective has written: a second wait for a chunk changes nothing.
+
+    beside: what runs in a wait.
+    """
+    return UnfinishedTensor(value.clone(), Rows(LazyRows(SIZES[blocks], lambda _: beside()), blocks, 1))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_change_that_fails_is_not_made_again_with_the_next_read(blocks):
+    first, second = drawn(64, 8, seed=1), drawn(64, 8, seed=2)
+    kept, size = second.clone(), second.untyped_storage().nbytes()
+    for made in (lambda x: x, lambda x: x * 2):
+        x = made(arriving(drawn(64, 8), blocks))
+        x.add_(first).mul_(second)
+        second.untyped_storage().resize_(0)  # as FSDP frees a parameter, until it is needed again
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="aten::mul_ of a region reads a tensor of shape \\[64, 8\\]"):
+                finished(x)
+        second.untyped_storage().resize_(size)
+        second.data.copy_(kept)
+        assert torch.equal(finished(x), (made(drawn(64, 8)) + first) * kept)
+
+
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: x * 2, lambda x: by_rows(F.silu, F.silu, x)])
+def test_a_change_is_made_once_where_work_beside_a_wait_reads_the_same_rows(made):
+    idle = []
+    x = made(arriving(drawn(64, 8), beside=lambda: idle and idle.pop()()))
+    y = x.add_(1)
+    idle.append(lambda: finished(x))
+    assert torch.equal(finished(y * 1), made(drawn(64, 8)) + 1) and not idle
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(64,), (16, 4), (64, 1)])
+def test_an_operand_of_one_element_promotes_rows_as_it_promotes_the_whole_tensor(shape, dims):
+    """torch promotes a tensor without dimensions as a number, and one with a dimension as a tensor."""
+    value, operand = drawn(64, seed=5).bfloat16(), torch.full((1,) * min(dims, len(shape)), 1.001)
+    for use in (torch.mul, lambda a, b: b - a, lambda a, b: torch.where(a > 0, a, b), lambda a, b: a.mul_(b)):
+        mine = use(sent(value)[0].view(shape), operand)
+        plain = use(value.clone().view(shape), operand)
+        assert is_unfinished(mine) and mine.dtype == plain.dtype
+        assert torch.equal(finished(mine), plain)
+
+
+def test_operators_that_read_the_same_rows_cut_them_once():
+    x, _ = sent(drawn(64, 8))
+    y, z = x + 1, x * 2
+    pieces = x._cut.pieces
+    w = y * 3
+    assert x._cut.pieces is pieces and len(pieces) == 3 and y._cut.pieces[0].data_ptr() == y._value.data_ptr()
+    x.data = torch.ones(32, 4)
+    assert torch.equal(finished(x + 1), torch.full((32, 4), 2.0))
+    assert torch.equal(finished(w), (drawn(64, 8) + 1) * 3) and torch.equal(finished(z), drawn(64, 8) * 2)
 
 
 class StandInGroup:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE
+from ascend_parallel.process_groups.backend import usual_backend
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
 from ascend_parallel.tuning.cost_model.hardware import Hardware, Steps
 
@@ -184,8 +185,8 @@ class CostModel:
         return max(matmul + tail, before + max(collective, tail))
 
     def launches(self, blocks: int) -> int:
-        """Return the launches for the rows of `blocks` ranks: one per rank on a CPU, elsewhere at most two batches."""
-        return blocks if self.hardware.device == "cpu" else min(blocks, 2)
+        """Return the launches for the rows of `blocks` ranks: one per rank, or at most two batches on a device."""
+        return min(blocks, 2) if usual_backend(self.hardware.device).launches else blocks
 
     def stretches(self, computing: float, communicating: float) -> tuple[float, float]:
         """Return the factors on computation and communication of these seconds while each runs beside the other."""
