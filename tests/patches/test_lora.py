@@ -1,9 +1,11 @@
 """LoRA on tensor-parallel layers: by class swap, and by wrappers whose collectives are as narrow as the rank."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from gpt_training import REGION, megatron
 from hugging_face import both, unequal, worst
@@ -321,6 +323,7 @@ def by_class(layers):
 
     def forward(self, x):
         y, bias = super(type(self), self).forward(x)
+        self.on_their_way = is_unfinished(y)
         return self.adapter[0].adapted(y, x), bias
 
     return {
@@ -392,23 +395,50 @@ def test_narrow_collectives_of_adapters_on_megatron_stay_whole(ranks, sequence_p
         assert covered.startswith(layers)
 
 
+@pytest.mark.parametrize("swaps", [False, True], ids=["wrapper", "class"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_in_regions_a_wrappers_adapter_runs_under_the_rows_of_its_base(ranks, sequence_parallel):
-    for different, _, _, waiting in ranks(2).run(of_megatron, sequence_parallel, False, REGION):
+def test_in_regions_an_adapter_runs_under_the_rows_of_its_base(ranks, sequence_parallel, swaps):
+    for different, _, _, waiting in ranks(2).run(of_megatron, sequence_parallel, swaps, REGION):
         assert different == []
         assert {"linear_proj", "linear_fc2"} <= {name.rpartition(".")[2] for name in waiting}
 
 
-def states_on_megatron(group, swaps):
+def widths_of_sums(group):
+    """Return the features of what the group's own all-reduces sum in a step, without regions and with them."""
+    found, own = [], dist.all_reduce
+    with megatron(group.size()):
+        for settings in ({"num_chunks": 4}, REGION):
+            ascend_parallel.configure(**settings)
+            model, adapted = adapted_gpt(False, False)
+            widths = []
+
+            def noted(x, *args, widths=widths, **options):
+                widths.append(x.shape[-1])
+                return own(x, *args, **options)
+
+            with mock.patch.object(dist, "all_reduce", noted):
+                train_gpt(adapted, model)
+            found.append(widths)
+    return found
+
+
+def test_in_regions_narrow_sums_do_not_stand_in_line_behind_chunks(ranks):
+    for layers, regions in ranks(2).run(widths_of_sums):
+        assert layers.count(RANK) == 4  # of two row adapters in forward, of two column adapters in backward
+        assert RANK not in regions
+        assert len(regions) >= 4 * 4  # the chunks of the bases
+
+
+def states_on_megatron(group, swaps, sequence_parallel=True, settings=None):
     """Return for each state of two adapters the names whose bits differ from plain, their error, and the loss."""
     found = {}
     with megatron(group.size()):
         ascend_parallel.configure(num_chunks=4)
-        model, adapted = adapted_gpt(True, swaps, count=2)
+        model, adapted = adapted_gpt(sequence_parallel, swaps, count=2)
         layer = model.decoder.layers[0]
 
         def compared_in(state):
-            plain, overlapped = both(model, functools.partial(train_gpt, adapted))
+            plain, overlapped = both(model, functools.partial(train_gpt, adapted), **(settings or {}))
             found[state] = unequal(plain, overlapped), worst(overlapped, plain), len(plain), float(overlapped["loss"])
 
         def set_all(**attributes):
@@ -435,9 +465,18 @@ def states_on_megatron(group, swaps):
     return found
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["wrapper", "class"])
-def test_states_of_adapters_on_megatron_keep_the_bits(ranks, swaps):
-    for found in ranks(2).run(states_on_megatron, swaps):
+@pytest.mark.parametrize(
+    ("swaps", "sequence_parallel", "settings"),
+    [
+        (False, True, None),
+        (True, True, None),
+        (False, False, REGION),
+        pytest.param(True, False, REGION, marks=pytest.mark.slow),
+    ],
+    ids=["wrapper", "class", "wrapper, regions", "class, regions"],
+)
+def test_states_of_adapters_on_megatron_keep_the_bits(ranks, swaps, sequence_parallel, settings):
+    for found in ranks(2).run(states_on_megatron, swaps, sequence_parallel, settings):
         assert {state: different for state, (different, *_) in found.items() if different} == {}
         losses = {state: loss for state, (*_, loss) in found.items()}
         gradients = {state: count for state, (_, _, count, _) in found.items()}

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ pytest.importorskip("transformers", "5.17", reason="peft shards adapters beside 
 import peft
 import transformers
 from hugging_face import Written, both, count_of, launched_by, step, tokens, unequal, whole, worst
+from marks import promise
+from torch.overrides import TorchFunctionMode
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 BATCHES = 2
@@ -166,3 +169,38 @@ def test_states_of_adapters_keep_the_bits(ranks, path):
         # layers, targets, adapters, A and B
         assert counts["two adapters, dropout"] == counts["checkpointed"] == 2 * 2 * 2 * 2
         assert counts["disabled"] == 1
+
+
+class Watching(TorchFunctionMode):
+    """Sees every function of torch, and changes none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def watched(group, path):
+    """Return the names that differ from plain in regions, rank 1 alone under a mode; and the regions' counts."""
+    with launched_by(group), warnings.catch_warnings(action="ignore"):
+        ascend_parallel.configure(num_chunks=4)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, tp_plan="auto")
+        model = known(peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["k_proj", "o_proj", "up_proj"])))
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.Linear):
+                a = module.lora_A["default"]
+                a.in_features = a.weight.shape[1]  # the plain run fails on this rank's number
+
+        def run(model):
+            with Watching() if group.rank() == 1 else nullcontext():
+                return step(model)
+
+        before = count_of("region")
+        found = unequal(*both(model, run, num_chunks=4, region=True, region_rows=4))
+        ascend_parallel.configure(num_chunks=1)
+        return found, count_of("region") - before
+
+
+@promise("one-rank-habits")
+def test_a_mode_on_one_rank_changes_no_collective_of_adapters_in_regions(ranks, path):
+    (different, regions), (others, _) = ranks(2).run(watched, path("Llama"))
+    assert different == others == []
+    assert regions > 0
