@@ -175,9 +175,13 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("models"), "Llama", num_hidden_layers=1)
 
 
-# Each habit on 2 ranks without regions, and on 3 with them; those whose bits are compared also on 2 with them.
+# Each habit on 2 ranks without regions, and on 3 with them (torch's plain plan: in `make stress`); those whose bits are
+# compared also on 2 with them.
 WAYS = [(name, 2, False) for name in HABITS]
-WAYS += [pytest.param(name, 3, True, marks=pytest.mark.slow) for name in HABITS]
+WAYS += [
+    pytest.param(name, 3, True, marks=pytest.mark.stress if plan == "plain" else pytest.mark.slow)
+    for name, (plan, _) in HABITS.items()
+]
 WAYS += [pytest.param(f"transformers, {name}", 2, True, marks=pytest.mark.slow) for name in ("a mode", "F.linear")]
 
 
@@ -221,9 +225,14 @@ def of_megatron(group, options, early):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "early", "sequence_parallel"),
+    [
+        *((2, early, parallel) for early in (True, False) for parallel in (False, True)),
+        pytest.param(4, True, False, marks=pytest.mark.slow),
+        pytest.param(4, False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_of_megatron_run_the_same_collectives(ranks, count, early, sequence_parallel):
     found = ranks(count).run(of_megatron, {"sequence_parallel": sequence_parallel}, early)
     for (error, where), counts in found:

@@ -79,7 +79,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.stress)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(ranks, case, count):
     """At every degree with the bits of plain: the sums over ranks are exact."""

@@ -99,10 +99,10 @@ def pipeline(schedule, virtual=1):
 @pytest.mark.parametrize(
     ("count", "options", "more"),
     [
-        (2, pipeline("gpipe"), {}),
+        pytest.param(2, pipeline("gpipe"), {}, marks=pytest.mark.stress),
         (2, {**pipeline("1f1b"), "recompute": LAYERS}, {}),
         (2, pipeline("interleaved_1f1b", 2), {}),
-        (2, pipeline("zero_bubble", 2), {}),
+        pytest.param(2, pipeline("zero_bubble", 2), {}, marks=pytest.mark.stress),
         (2, pipeline("zbv", 2), {}),
         (4, {**TP, "sharding": ShardingOptions(zero_stage=3), "recompute": LAYERS}, {}),
         (4, {**TP, "pipeline": PipelineOptions(micro_batches=2)}, {}),

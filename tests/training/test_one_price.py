@@ -129,8 +129,16 @@ def test_predict_and_plan_training_say_the_same_of_a_step(layout):
     assert memory.total == pytest.approx(bytes_expected.total, rel=WITHIN)
 
 
+def stress(layout):
+    return pytest.param(layout, marks=pytest.mark.stress)
+
+
+# One of each kind, whose whole plan is made; all of them are compared above.
+TOLD = ("ZeRO 2", "ZeRO 3", "pipeline", "virtual stages", "recompute", "experts", "context parallel")
+
+
 @pytest.mark.sample("ZeRO 2", "recompute")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout if layout in TOLD else stress(layout) for layout in LAYOUTS])
 def test_strategy_says_of_a_step_what_plan_training_said(layout):
     name, length, given = LAYOUTS[layout]
     degrees = Degrees(**({"dp": 1, "tp": 1, "pp": 1, "rows": 1} | given))
