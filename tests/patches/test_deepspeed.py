@@ -7,6 +7,7 @@ from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+from ascend_parallel.ops.unfinished import is_unfinished
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat-deepspeed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -163,6 +164,57 @@ def test_a_class_swap_is_overlapped_below_it(ranks):
         assert different == []
         assert covered.startswith("15 of 15")
         assert calls == 7 * 2 + 1
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A wrapper with an adapter, of which the part beside the layer's collective is DeepSpeed's, as the layer is."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+        self.base_layer, row = layer, isinstance(layer, LinearAllreduce)
+        out, into = layer.weight.shape
+        wide = torch.nn.Linear(into * group.size(), 8, bias=False) if row else torch.nn.Linear(into, 8, bias=False)
+        back = torch.nn.Linear(8, out if row else out * group.size(), bias=False)
+        self.a = LinearAllreduce(wide, layer.mp_group) if row else wide
+        self.b = back if row else LinearLayer(back, layer.mp_group)
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        self.on_their_way = is_unfinished(y)
+        return y + self.b(self.a(x))
+
+
+def wrapped(group):
+    """Train in regions with wrappers; return the names that differ from plain, the coverage, and who did not wait."""
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    found = []
+    for settings in ({"num_chunks": 1}, {"num_chunks": 4, **REGION}):
+        ascend_parallel.configure(**settings)
+        engine = engine_of(group, "Llama")
+        torch.manual_seed(0)
+        wrappers = {}
+        for path, parent in [*engine.module.model.layers.named_modules()]:
+            for name, layer in [*parent.named_children()]:
+                if isinstance(layer, (LinearLayer, LinearAllreduce)):
+                    wrappers[f"{path}.{name}"] = AdaptedLinear(layer, group)
+                    setattr(parent, name, wrappers[f"{path}.{name}"])
+        found.append(steps(engine, 1))
+    covered = str(ascend_parallel.coverage(engine.module))
+    ascend_parallel.configure(num_chunks=1)
+    waiting = {name.rpartition(".")[2] for name, wrapper in wrappers.items() if wrapper.on_their_way}
+    different = [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
+    return different, len(found[0]), covered, waiting
+
+
+def test_an_adapter_in_a_wrapper_runs_under_the_rows_of_its_base(ranks):
+    for different, count, covered, waiting in ranks(2).run(wrapped):
+        assert different == []
+        assert count > 40
+        assert covered.startswith("29 of 29 linear layers covered; 14 replicated adapters communicate nothing")
+        assert {"o_proj", "down_proj"} <= waiting
 
 
 def compiled(group):
