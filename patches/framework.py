@@ -204,7 +204,7 @@ class Framework(ABC):
             shape = self.shape_of(layer, kind, x, weight, **options)
             announce(self.settings, layer, group, shape, tuned=self._tuner is not None)
         chunks = self.chunks_for(layer, kind, x, weight, **options)
-        if kind == ROW and self.region_choice.on and chunks.original:
+        if kind == ROW and chunks.original and self.leaves_rows_of(layer):
             chunks = chunks._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
         return group, chunks
 
@@ -244,6 +244,10 @@ class Framework(ABC):
     @property
     def leaves_rows(self) -> int:
         """The least number of rows in a chunk of a result that stays unfinished; 0: every layer finishes its rows."""
+        return self.settings.region_rows if self.region_choice.on else 0
+
+    def leaves_rows_of(self, layer: Any) -> int:
+        """Return `leaves_rows` for a result of `layer`: 0 as well where the framework has it in a graph of its own."""
         return self.settings.region_rows if self.region_choice.on else 0
 
     def timed(self, layer: Any, x: torch.Tensor, run: Callable[[], Any]) -> Any:

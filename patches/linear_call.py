@@ -260,7 +260,7 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
         weight_gradient=weight_gradient,
         before_communicating=framework.unconfirmed(group),
         forward_wrapper=run_directly if direct else torch_linear(call),
-        leaves_rows=framework.leaves_rows,
+        leaves_rows=framework.leaves_rows_of(call.layer),
         dtensors=(
             None if call.sequence_dim == 1 else call.x_dtensor,
             call.parameter if isinstance(call.parameter, DTensor) else None,

@@ -39,7 +39,7 @@ from ascend_parallel.patches.megatron.every_degree import (
     row_blocks,
 )
 from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
-from ascend_parallel.patches.megatron.uncovered import uncovered_column, uncovered_layer
+from ascend_parallel.patches.megatron.uncovered import captures_each_layer, uncovered_column, uncovered_layer
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
@@ -102,6 +102,18 @@ class Megatron(Framework):
             postponed=(layer.grad_output_buffer, layer.config.wgrad_deferral_limit) if defers else None,
             begin=begin,
         )
+
+    def leaves_rows_of(self, layer: Any) -> int:
+        """Return the least rows of a chunk that stays unfinished; 0 where each transformer layer is a CUDA graph.
+
+        Behind the graph nothing would wait for its collectives: a replay runs no Python.
+        """
+        if not self.region_choice.on:
+            return 0
+        if option := captures_each_layer(layer.config):
+            self.note(f"regions are off: each layer is a CUDA graph of its own ({option}), which ends with its rows")
+            return 0
+        return self.settings.region_rows
 
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why `layer` is not overlapped on this rank, or None."""

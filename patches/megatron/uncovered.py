@@ -31,6 +31,19 @@ def uncovered_layer(layer: Any, version: tuple[int, ...]) -> str | None:
     return None
 
 
+def captures_each_layer(config: Any) -> str | None:
+    """Return the option with which Megatron-core captures each transformer layer alone, if it is on; else None.
+
+    A graph of a whole iteration, with its backward, is no such option.
+    """
+    if "full_iteration" in str(getattr(config, "cuda_graph_scope", "")):
+        return None
+    for option in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        if (value := getattr(config, option, None)) not in (None, False, "none"):
+            return f"{option}={value}"
+    return None
+
+
 def uncovered_column(
     layer: Any, weight: torch.Tensor | None, *, given: bool, gathers_output: bool, version: tuple[int, ...]
 ) -> str | None:

@@ -1,6 +1,7 @@
 """Layers, regions and experts while a graph is captured: what a capture forbids does not run, or is an error."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ascend_parallel.ops.expert_exchange import RowCounts
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.region_choice import RegionChoice
+from ascend_parallel.process_groups import consistency
 from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.tuning.measured.tuner import Tuner
 
@@ -122,3 +124,14 @@ def test_the_stand_in_of_a_capture_notices_what_is_forbidden(group):
             with pytest.raises(ForbiddenInCaptureError):
                 read()
     assert x.sum().item() == 4 * group.size()
+
+
+@pytest.mark.parametrize(
+    ("begun", "answer", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_the_device_tells_whether_a_graph_is_captured(monkeypatch, begun, answer, expected):
+    """By the names that torch.cuda and torch.npu share; a device that nothing was run on is not asked."""
+    device = SimpleNamespace(is_initialized=lambda: begun, is_current_stream_capturing=lambda: answer)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    assert consistency.is_capturing() is expected
