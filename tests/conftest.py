@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
         if mark.args and isinstance(mark.args[0], int):
             (count,) = mark.args
             timely = [index for index, item in enumerate(sets) if item.get_closest_marker("stress") is None]
-            kept = {timely[index * len(timely) // count] for index in range(count)}
+            kept = {timely[index * len(timely) // count] for index in range(count)} if timely else set()
         else:
             kept = {index for index, item in enumerate(sets) if item.callspec.id in mark.args}
             if len(kept) < len(mark.args) and not any("::" in argument for argument in config.args):

@@ -146,8 +146,8 @@ def test_without_megatron_nothing_is_overlapped_and_both_say_so(tmp_path):
     assert doctor.splitlines()[-1] == "1 thing to fix: megatron-core"
     assert "found none installed: the variables have nothing to overlap" in said
     assert "overlap is on" not in doctor + said
-    doctor = call(python, "-m", "ascend_parallel", "doctor")
-    assert doctor.returncode == 0
+    status, doctor = (call(python, "-m", "ascend_parallel", command) for command in ("status", "doctor"))
+    assert status.returncode == doctor.returncode == 0
     assert "nothing is wrong; overlap is off" in doctor.stdout
     assert "megatron-core" in doctor.stdout
 

@@ -21,16 +21,16 @@ COMPARE = FOLDER / "compare.py"
         ("transformers_tp", "-- --model Qwen2 --generate --dtype bfloat16"),
         ("transformers_tp", "-- --accelerate"),
         ("torch_tp", "--ranks 4 -- --sequence-parallel --fsdp --dtype bfloat16"),
-        # Of the same script; test_torch_native.py and test_lora.py have checkpoints, three ranks and adapters.
+        ("torch_tp", "-- --sequence-parallel --lora 8 --checkpoint"),
+        # Of the same script; test_torch_native.py has three ranks.
         pytest.param(
             "torch_tp",
             "--ranks 3 --limit 1e-3 -- --hidden 384 --heads 6 --inner 768 --checkpoint",
             marks=pytest.mark.stress,
         ),
-        pytest.param("torch_tp", "-- --sequence-parallel --lora 8", marks=pytest.mark.stress),
         ("deepspeed_tp", "-- --zero 1 --dtype bfloat16"),
         ("megatron_moe", "-- --steps 2"),
-        ("megatron_compiled", "-- --backend eager --layers 1"),
+        ("megatron_compiled", "-- --backend aot_eager --layers 1"),
         ("long_sequence", "-- --rows 512 --dtype bfloat16"),
     ],
 )

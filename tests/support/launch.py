@@ -68,7 +68,8 @@ def forked_python(*modules):
 
     It is called as `sys.executable` is, with -u, -c, -m or a script. What a program starts by its own `sys.executable`
     begins so too. Not for programs that give open files to processes that they start (multiprocessing, torch.compile),
-    nor for variables that Python or torch look at as they start.
+    nor for variables that Python or torch look at as they start; `fork_server.py` heeds TORCH_DEVICE_BACKEND_AUTOLOAD,
+    whose own test in test_patches.py starts anew.
     """
     folder = tempfile.TemporaryDirectory()
     server, python = Path(folder.name) / "server", Path(folder.name) / "python"
