@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -64,8 +65,9 @@ class LazyRows:
         The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
         another stream has waited for that call, and cannot know that an earlier reader has filled some of them.
         """
-        if self._stream is not None and (current := torch.accelerator.current_stream()) != self._stream:
-            self._up_to_in_its_stream(stop, current)
+        if self._is_elsewhere():
+            with self._in_its_stream():
+                self.up_to(stop)
         elif self.finished or self.filled >= stop:
             return
         elif _THREAD.fills and torch.is_inference_mode_enabled() == self._inference:
@@ -84,11 +86,18 @@ class LazyRows:
                 _THREAD.fills = outer
                 torch._C._set_grad_enabled(grad)
 
-    def _up_to_in_its_stream(self, stop: int, current: torch.Stream) -> None:
+    def _is_elsewhere(self) -> bool:
+        """Tell whether the current stream is another than that of the rows."""
+        return self._stream is not None and torch.accelerator.current_stream() != self._stream
+
+    @contextmanager
+    def _in_its_stream(self) -> Iterator[None]:
+        """Work in the stream of the rows, behind which the current one then comes."""
         assert self._stream is not None
+        current = torch.accelerator.current_stream()
         torch.accelerator.set_stream(self._stream)
         try:
-            self.up_to(stop)
+            yield
         finally:
             torch.accelerator.set_stream(current)
         current.wait_stream(self._stream)
@@ -147,7 +156,10 @@ class LazyRows:
         self._followers.append(weakref.ref(follower))
 
     def make(self, memory: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return memory for these rows, made in their mode while no thread fills them."""
+        """Return memory for these rows, made in their stream and mode while no thread fills them."""
+        if self._is_elsewhere():
+            with self._in_its_stream():
+                return self.make(memory)
         with self._lock:
             if not modes_are_on(self._inference):
                 return memory()
@@ -212,8 +224,8 @@ class _ChangedFill:
 class RowPieces:
     """The rows of a tensor with memory of its own for each chunk, until somebody asks for one memory.
 
-    A piece is freed once all its readers have read it and nobody holds the tensor, so that what lies between two layers
-    is never whole.
+    A piece is freed if nobody holds the tensor when the last of its readers reads it, so that what lies between two
+    layers is never whole.
     """
 
     def __init__(self, shape: Sizes, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> None:
@@ -221,7 +233,7 @@ class RowPieces:
         self.shape, self.dtype, self.device, self.sizes = shape, dtype, device, sizes
         self.rows: list[Any] = [None] * len(sizes)
         """The chunks that are there; in one memory, all."""
-        self.is_joined = False
+        self.memory: torch.Tensor | None = None  # of all rows, once somebody has asked for it
         self._readers, self._reads = 0, [0] * len(sizes)
         self._holder: Callable[[], object | None] = _nobody
 
@@ -239,18 +251,19 @@ class RowPieces:
     def was_read(self, index: int) -> None:
         """Free a chunk if this was the last reader of it, and nobody can read the tensor any more."""
         self._reads[index] += 1
-        if self._reads[index] == self._readers and not self.is_joined and self._holder() is None:
+        if self._reads[index] == self._readers and self.memory is None and self._holder() is None:
             self.rows[index] = None
 
     def joined(self) -> torch.Tensor:
-        """Return one memory for all rows, with those that are there."""
-        memory = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        places = memory.split_with_sizes(self.sizes)
-        for place, piece in zip(places, self.rows, strict=True):
-            if piece is not None:
-                place.copy_(piece)
-        self.rows[:], self.is_joined = places, True
-        return memory
+        """Return one memory for all rows, with those that are there; the same for each who asks."""
+        if self.memory is None:
+            memory = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            places = memory.split_with_sizes(self.sizes)
+            for place, piece in zip(places, self.rows, strict=True):
+                if piece is not None:
+                    place.copy_(piece)
+            self.rows[:], self.memory = places, memory
+        return self.memory
 
 
 class _Holder:

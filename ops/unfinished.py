@@ -152,7 +152,7 @@ class UnfinishedTensor(torch.Tensor):
     @property
     def pieces(self) -> RowPieces | None:
         """The pieces in which the rows lie; None: they have one memory, which others may have too."""
-        return None if "_value" in vars(self) else self._pieces
+        return None if "_value" in vars(self) else vars(self).get("_pieces")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -285,6 +285,11 @@ def _nothing(index: int) -> None:
 def finished(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows; below autograd."""
     return x.finished() if isinstance(x, UnfinishedTensor) else x
+
+
+def given_away(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all its rows to somebody who may write to its memory; below autograd."""
+    return x._given_away() if isinstance(x, UnfinishedTensor) else x
 
 
 def is_unfinished(x: torch.Tensor) -> bool:
@@ -664,13 +669,14 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
 
     def fill(_: int) -> None:
         given = list(map(finished, kept))
-        if progress.finished:  # work beside a wait has asked for them, and somebody may have changed them
-            return
+        if (made_here := itself()) is None or made_here.finished:
+            return  # work beside a wait has asked for them, and somebody may have changed them
         results = compute_rows(func._schema.name, func, *given, **kwargs)
         for buffer, result in zip(buffers, listed(results), strict=True):
             buffer.copy_(result)
 
     progress = LazyRows((1,), fill, check=Unchanged(func._schema.name, read).check)
+    itself = weakref.ref(progress)  # rows that nobody reads go at once
     for source in sources:
         source.read_by(progress)
     if len(sources) == 1:  # a second one would be waited for

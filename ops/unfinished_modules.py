@@ -7,6 +7,7 @@ by chunk as the rows come. Who calls `by_rows` vouches for that; all else waits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.rows import stops_of
-from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, is_unfinished, may_be_filled_later
+from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, given_away, is_unfinished, may_be_filled_later
 
 # Rows of the first call of a module, with zeros, which tells the shapes and dtypes of its results.
 TRIED_ROWS = 16
@@ -68,7 +69,7 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     """
     unfinished = [x for x in inputs if isinstance(x, UnfinishedTensor) and is_unfinished(x)]
     if not unfinished or not all(_has_rows(x, inputs[0].shape[0]) for x in inputs) or not may_be_filled_later():
-        return function(*map(finished, inputs))
+        return function(*map(given_away if writes else finished, inputs))
     results = _results_of(module, function, inputs)
     sizes, m = unfinished[0]._rows.progress.sizes, inputs[0].shape[0]
     device = unfinished[0].device
@@ -81,15 +82,18 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
     def fill(index: int) -> None:
         for pull in pulls:
             pull(stops[index])
-        if progress.filled >= stops[index]:  # work beside a wait has asked for it, and somebody may have changed it
-            return
+        if (made_here := itself()) is None or made_here.filled >= stops[index]:
+            return  # work beside a wait has asked for it, and somebody may have changed it
         rows = [chunks[index].clone() if writes else chunks[index] for chunks in read]
         run = function if RECORDING.recorder is None else partial(compute_rows, name, function)
         made = run(*rows)
         if (found := _Results.of(made)) != results:
             raise RuntimeError(f"{name} was expected to return {results.each}, and returned {found.each}")
-        for result, part in zip(written, (made,) if results.kind is None else made, strict=True):
-            if result.is_joined:
+        parts = (made,) if results.kind is None else made
+        if any(part.shape[0] != sizes[index] for part in parts):
+            raise RuntimeError(f"{name} was given {sizes[index]} rows, and returned {[len(part) for part in parts]}")
+        for result, part in zip(written, parts, strict=True):
+            if result.memory is not None:
                 result.rows[index].copy_(part)
             else:  # a copy, since the module may return memory that it writes again
                 result.rows[index] = part.clone(memory_format=torch.contiguous_format)
@@ -97,6 +101,7 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
             source.was_read(index)
 
     progress = LazyRows(sizes, fill)
+    itself = weakref.ref(progress)  # rows that nobody reads go at once
     for x in inputs:
         pieces = x.pieces if isinstance(x, UnfinishedTensor) else None
         if not isinstance(x, UnfinishedTensor) or (pieces is None and x._rows.progress.finished):

@@ -24,7 +24,7 @@ from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_pass
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.ops.unfinished import finished, unfinished
+from ascend_parallel.ops.unfinished import finished, given_away, unfinished
 from ascend_parallel.overlap.chunks import Chunks, region_chunks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.compiled import Compiled
@@ -336,8 +336,7 @@ def all_reduce(original: Function, vllm: Vllm) -> Function:
         if not vllm.covers(tokens, device, summed) or not _may_be_cut(self, input_, vllm):
             return original(self, input_)  # type: ignore[no-any-return]
         vllm.agree(self.device_group, input_.device)
-        y = finished(input_)
-        y = y if device in IN_PLACE else y.clone()
+        y = given_away(input_) if device in IN_PLACE else finished(input_).clone()
         with recorded_pass(SimpleNamespace(), ALONE, "forward", device):
             pending = start_all_reduce(y, self.device_group, vllm.chunks(tokens, device, summed))
             return unfinished(pending, vllm.leaves_rows, "region")
