@@ -34,7 +34,6 @@ from ascend_parallel.ops.registry import (
     KERNELS,
     Choice,
     choose,
-    is_narrow,
     name_of,
     own_rows_suffice,
     too_narrow,
@@ -114,15 +113,12 @@ def start_matmul_all_reduce(
     comm_scales: CommScales | None = None,
     parts: tuple[int, ...] = (),
     product: torch.Tensor | None = None,
-    narrow_beside: bool = False,
 ) -> Pending:
     """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8, or a module's; pending [M, N].
 
     `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
     int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`. `product` as in `OperatorCall`; other
-    ranks may multiply here, as long as they call with operands of the same shapes. narrow_beside, the same on every
-    rank: a whole sum of few features (`is_narrow`) does not stand in line behind earlier collectives, whose rows may
-    still be on their way.
+    ranks may multiply here, as long as they call with operands of the same shapes.
     """
     with autocast_off(x):
         call = OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales, parts, product)
@@ -132,8 +128,6 @@ def start_matmul_all_reduce(
             options["comm_scales"] = comm_scales
         if product is not None and (addends := _addends(call, choice)):
             options["addends"] = addends
-        if narrow_beside and choice.kernel == "reference" and comm_scales is None and is_narrow(choice.problem):
-            options["beside"] = True
         with in_timeline(choice, group):
             pending: Pending = kernel(x_m, right, group, choice.sizes, **options)
     return pending

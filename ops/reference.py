@@ -19,7 +19,6 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, whole
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups.second_communicator import all_reduce_beside
 
 supports = summed_in_backend_order
 
@@ -33,11 +32,10 @@ def matmul_all_reduce(
     row_tile: int = 0,
     comm_scales: CommScales | None = None,
     addends: Sequence[torch.Tensor] = (),
-    beside: bool = False,
 ) -> Pending:
     """Start ``y_m = all_reduce(x_m @ w + addends)``: x_m [M, K], w [K, N], each addend [M, N]; pending [M, N].
 
-    Dequantises an int8 weight whole. beside: the sum does not stand in line behind the group's collectives.
+    Dequantises an int8 weight whole.
 
     With `comm_scales` the ranks exchange int8, and the result is finished. A single rank exchanges and rounds nothing.
     """
@@ -50,9 +48,7 @@ def matmul_all_reduce(
         COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else 1, 2)
         return Pending(y_m, ALL_REDUCE, group)
     pending = Pending(y_m, ALL_REDUCE, group)
-    if communicates and beside:
-        pending.launch(all_reduce_beside, y_m, group)
-    elif communicates:
+    if communicates:
         pending.launch(dist.all_reduce, y_m, group=group, async_op=True)
     COUNTS.add(ALL_REDUCE, 0 if isinstance(w, ALONE) else 1, int(communicates))
     return pending

@@ -247,7 +247,7 @@ def _count_request(
 ) -> _Request:
     """Return the sizes for the number of chunks in the settings, or for fewer if there are too few rows."""
     chunks, why, met = _count(problem, settings, refusals)
-    if chunks > 1 and is_narrow(problem) and not _names(problem, settings):
+    if chunks > 1 and _is_narrow(problem) and not _names(problem, settings):
         communicated = problem.k if problem.operator == ALL_GATHER else problem.n
         why += f"; 1, because a collective of {communicated} features is too narrow to gain (customized_coc cuts it)"
         return _Request(1, (problem.cut,), why, met)
@@ -266,8 +266,7 @@ def _count_request(
     return _Request(chunks, sizes, why, met)
 
 
-def is_narrow(problem: Problem) -> bool:
-    """Tell whether the collective of a problem is `too_narrow`."""
+def _is_narrow(problem: Problem) -> bool:
     if problem.is_exchange:
         return False
     features = (problem.k, problem.n) if problem.operator == ALL_GATHER else (problem.n, problem.k)

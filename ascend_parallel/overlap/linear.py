@@ -227,15 +227,7 @@ class ColumnLinear(torch.autograd.Function):
             if layer.before_communicating is not None:
                 layer.before_communicating()
             settings = layer.settings_for(BACKWARD, dy, weight)
-            pending = start_matmul_all_reduce(
-                dy,
-                weight,
-                layer.group,
-                settings,
-                layout=ROW_MAJOR,
-                parts=layer.parts,
-                narrow_beside=bool(layer.settings.region),
-            )
+            pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
             dx, dw = gradients_under(layer, pending, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
@@ -335,15 +327,7 @@ def row_forward(
     features = w.shape[1] if product is None else product.shape[-1]
     if not layer.sequence_parallel:
         pending = start_matmul_all_reduce(
-            given,
-            w,
-            group,
-            settings,
-            layout=layout,
-            comm_scales=layer.comm_scales,
-            parts=layer.parts,
-            product=product,
-            narrow_beside=bool(layer.settings.region),
+            given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
         )
         return shaped(layer.result(pending), (*x.shape[:-1], features))
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):

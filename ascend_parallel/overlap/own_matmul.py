@@ -131,14 +131,7 @@ def _sum(
         layer.about_to_communicate()
         chosen = layer.settings_for(BACKWARD, dy, weight)
         return start_matmul_all_reduce(
-            dy,
-            weight,
-            layer.group,
-            chosen,
-            layout=ROW_MAJOR,
-            parts=layer.parts,
-            product=dx,
-            narrow_beside=bool(layer.settings.region),
+            dy, weight, layer.group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
         ).wait()
     with ExitStack() as running:
         pending, gathered = start_column_backward(running, dy, kept, weight if wanted else None, layer, ROW_MAJOR, dx)

@@ -8,11 +8,8 @@ copies at up to 3.6 times the gather).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +42,6 @@ class Backend:
         What runs the backend's collectives, and is missing to matmuls meanwhile; in words.
     source
         Where this was read or measured.
-    second
-        Returns a second communicator of a group's ranks, given a store, this rank, their number and a limit. None: it
-        is not known to be cheap, as where each takes memory of a device.
     """
 
     blocks_host: bool
@@ -58,12 +52,6 @@ class Backend:
     launches: bool
     computes_on: str
     source: str
-    second: Callable[[Any, int, int, timedelta], Any] | None = None
-
-
-def _second_gloo(store: Any, rank: int, ranks: int, limit: timedelta) -> Any:
-    """Return a communicator of gloo: a connection to each rank, and two threads."""
-    return dist.ProcessGroupGloo(store, rank, ranks, limit)
 
 
 GLOO = Backend(
@@ -75,7 +63,6 @@ GLOO = Backend(
     launches=False,
     computes_on="threads of the host",
     source="torch's ProcessGroupGloo.cpp; benchmarks/README.md: sends of 16 MB take a third less processor time",
-    second=_second_gloo,
 )
 # gloo copies a device's tensors through the host; its sends and receives read the host's memory alone.
 GLOO_OF_A_DEVICE = Backend(

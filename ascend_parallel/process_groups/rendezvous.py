@@ -1,8 +1,8 @@
 """A rendezvous of a group's ranks in the store of the group: what ranks say to each other without a collective.
 
 Settings to compare, the name of a shared segment, a sign of life, a clock: ranks publish texts, and read those of the
-others. Only this module writes keys, so that no two of them collide (a second communicator of gloo writes its own,
-behind a `store_key`); a wait has a limit, and tells who did not come; keys are deleted once nobody reads them.
+others. Only this module writes keys, so that no two of them collide; a wait has a limit, and tells who did not come;
+keys are deleted once nobody reads them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """LoRA on tensor-parallel layers: by class swap, and by wrappers whose collectives are as narrow as the rank."""
 
 import functools
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from gpt_training import REGION, megatron
 from hugging_face import both, unequal, worst
@@ -401,32 +399,6 @@ def test_in_regions_an_adapter_runs_under_the_rows_of_its_base(ranks, sequence_p
     for different, _, _, waiting in ranks(2).run(of_megatron, sequence_parallel, swaps, REGION):
         assert different == []
         assert {"linear_proj", "linear_fc2"} <= {name.rpartition(".")[2] for name in waiting}
-
-
-def widths_of_sums(group):
-    """Return the features of what the group's own all-reduces sum in a step, without regions and with them."""
-    found, own = [], dist.all_reduce
-    with megatron(group.size()):
-        for settings in ({"num_chunks": 4}, REGION):
-            ascend_parallel.configure(**settings)
-            model, adapted = adapted_gpt(False, False)
-            widths = []
-
-            def noted(x, *args, widths=widths, **options):
-                widths.append(x.shape[-1])
-                return own(x, *args, **options)
-
-            with mock.patch.object(dist, "all_reduce", noted):
-                train_gpt(adapted, model)
-            found.append(widths)
-    return found
-
-
-def test_in_regions_narrow_sums_do_not_stand_in_line_behind_chunks(ranks):
-    for layers, regions in ranks(2).run(widths_of_sums):
-        assert layers.count(RANK) == 4  # of two row adapters in forward, of two column adapters in backward
-        assert RANK not in regions
-        assert len(regions) >= 4 * 4  # the chunks of the bases
 
 
 def states_on_megatron(group, swaps, sequence_parallel=True, settings=None):
