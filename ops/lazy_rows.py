@@ -65,7 +65,7 @@ class LazyRows:
         The rows are filled in the stream in which their tensor was made, as if the call had filled them: a reader in
         another stream has waited for that call, and cannot know that an earlier reader has filled some of them.
         """
-        if self._is_elsewhere():
+        if self._stream is not None and self._is_elsewhere():
             with self._in_its_stream():
                 self.up_to(stop)
         elif self.finished or self.filled >= stop:
@@ -88,7 +88,7 @@ class LazyRows:
 
     def _is_elsewhere(self) -> bool:
         """Tell whether the current stream is another than that of the rows."""
-        return self._stream is not None and torch.accelerator.current_stream() != self._stream
+        return torch.accelerator.current_stream() != self._stream
 
     @contextmanager
     def _in_its_stream(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class LazyRows:
 
     def make(self, memory: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return memory for these rows, made in their stream and mode while no thread fills them."""
-        if self._is_elsewhere():
+        if self._stream is not None and self._is_elsewhere():
             with self._in_its_stream():
                 return self.make(memory)
         with self._lock:

@@ -89,10 +89,9 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
         made = run(*rows)
         if (found := _Results.of(made)) != results:
             raise RuntimeError(f"{name} was expected to return {results.each}, and returned {found.each}")
-        parts = (made,) if results.kind is None else made
-        if any(part.shape[0] != sizes[index] for part in parts):
-            raise RuntimeError(f"{name} was given {sizes[index]} rows, and returned {[len(part) for part in parts]}")
-        for result, part in zip(written, parts, strict=True):
+        for result, part in zip(written, (made,) if results.kind is None else made, strict=True):
+            if part.shape[0] != sizes[index]:
+                raise RuntimeError(f"{name} was given {sizes[index]} rows, and returned {part.shape[0]}")
             if result.memory is not None:
                 result.rows[index].copy_(part)
             else:  # a copy, since the module may return memory that it writes again
