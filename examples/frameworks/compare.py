@@ -5,7 +5,8 @@
 
 Between the two runs nothing differs but the environment. Exits with 1 if a run fails, if a loss or a gradient differs
 by more than --limit, or if no layer was overlapped. Equal bits are promised unless the log says of a shape that chunks
-change the bits of its matmul on this machine, as in 16 bits on some processors.
+change the bits of its matmul on this machine, as in 16 bits on some processors. A timeline of the overlapped run tells
+how much of the communication it hid.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ascend_parallel.diagnostics.timeline.files import read_run
+from ascend_parallel.diagnostics.timeline.table import table
+
 FOLDER = Path(__file__).parent
 SCRIPTS = ("transformers_tp", "torch_tp", "deepspeed_tp", "megatron_moe", "megatron_compiled", "long_sequence")
 CHANGED = ("every cut changes the matmul's bits", "these chunks change the matmul's bits")  # in the log
@@ -37,9 +41,11 @@ def main() -> int:
     variables = dict(each.split("=", 1) for each in args.set or ["COC_PARALLEL_NUM=4"])
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = _run(args, script, {}, f"{folder}/plain")
-        overlapped, log = _run(args, script, variables, f"{folder}/overlapped")
+        recorded = {**variables, "COC_TIMELINE": f"{folder}/times"}
+        overlapped, log = _run(args, script, recorded, f"{folder}/overlapped")
+        hidden = _hidden(Path(folder, "times"))
     announced = [line for line in log.splitlines() if "overlap is on" in line]
-    found = _compare(plain, overlapped) | {"variables": variables, "overlapped": bool(announced)}
+    found = _compare(plain, overlapped) | {"variables": variables, "overlapped": bool(announced), **hidden}
     found["bits_promised"] = not any(text in log for text in CHANGED)
     found["agree"] = bool(announced) and found["worst"] <= args.limit
     if args.json:
@@ -75,6 +81,17 @@ def _run(args: Any, script: list[str], variables: dict[str, str], out: str) -> t
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr[-4000:]}")
     return [torch.load(f"{out}.{rank}") for rank in range(args.ranks)], done.stdout + done.stderr
+
+
+def _hidden(folder: Path) -> dict[str, Any]:
+    """Return the milliseconds in which a step communicates, and the share of them beside a computation.
+
+    Medians over the steps, of each pass of a layer on its slowest rank.
+    """
+    rows = [row for row in table(read_run(folder)[0]) if row.comm] if folder.is_dir() else []
+    communication = sum(row.comm or 0 for row in rows)
+    hidden = sum((row.comm or 0) * (row.hidden or 0) for row in rows)
+    return {"communication_ms": communication, "hidden": hidden / communication if communication else None}
 
 
 def _compare(plain: list[dict[str, Any]], overlapped: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,6 +150,9 @@ def _show(args: Any, found: dict[str, Any], announced: list[str]) -> None:
     console.print(f"gradients equal bit for bit: {found['gradients_equal']} of {found['gradients']}{differs}")
     if not found["bits_promised"]:
         console.print("the log names shapes whose bits chunks change on this machine: equal bits are not promised")
+    if found["hidden"] is not None:
+        share = f"{found['hidden']:.0%} of {found['communication_ms']:.1f} ms"
+        console.print(f"hidden: {share} of communication in a step ran beside computation")
     console.print(announced[0] if announced else "nothing was overlapped", markup=False, highlight=False)
 
 

@@ -46,6 +46,7 @@ def test_an_unmodified_script_gives_the_same_with_the_variable(script, options):
     found = json.loads(done.stdout)
     assert found["gradients"] > 20
     assert found["bits_promised"] or rounded
+    assert found["communication_ms"] > 0 and 0 <= found["hidden"] <= 1
     if "3" not in options and found["bits_promised"]:
         assert found["gradients_equal"] == found["gradients"]
         assert found["losses_equal"]
