@@ -283,7 +283,7 @@ def transformers_blocks(group, path, original, options):
 @pytest.mark.parametrize(
     ("original", "options"),
     [
-        ("auto", {}),
+        pytest.param("auto", {}, marks=pytest.mark.slow),
         pytest.param("original", {}, marks=pytest.mark.slow),
         pytest.param("overlap", {"fullgraph": True}, marks=pytest.mark.slow),
     ],
