@@ -2,6 +2,7 @@
 
 python benchmarks/serving.py --link 1gbit     (as root: a network namespace whose loopback has this rate each way)
 python benchmarks/serving.py --host           (what a replaced method, and an operator, costs where it does nothing)
+python benchmarks/serving.py --decoding       (a token of decoding in one engine, whose overlap is switched in turn)
 
 A small random Llama on two ranks; every way is an engine of its own, in turn, with vLLM's own executor and its
 asynchronous front end. All ways run without the shared memory that vLLM uses between ranks of one machine, as on two
@@ -108,6 +109,55 @@ async def measured(given: dict[str, Any]) -> dict[str, Any]:
     first = {"seconds": [first for first, _ in answers], "tokens": [made for _, made in answers]}
     engine.shutdown()
     return {**results, "first token": first, "rate": rate}
+
+
+def decoding(given: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the seconds of 64 tokens of one request, with overlap and without it in turn, in one eager engine.
+
+    Two engines of the same code differ by several percent, which is more than decoding may cost.
+    """
+    from vllm import LLM, SamplingParams
+
+    def switch(_: object, chunks: int) -> None:
+        """Run in each worker."""
+        import ascend_parallel
+
+        ascend_parallel.configure(num_chunks=chunks)
+
+    limits = {"max_model_len": 2304, "max_num_batched_tokens": 2304, "max_num_seqs": 8}
+    engine = LLM(
+        given["model"],
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        dtype=given["dtype"],
+        enable_prefix_caching=False,
+        distributed_executor_backend="mp",
+        seed=0,
+        **limits,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=64, detokenize=False, ignore_eos=True)
+    draw = random.Random(1)
+    seconds: dict[str, list[float]] = {"as it is": [], "4 chunks": []}
+    for pair in range(given["pairs"] + 1):
+        for way in sorted(seconds, reverse=bool(pair % 2)):
+            engine.collective_rpc(switch, args=(1 if way == "as it is" else 4,))
+            prompt = {"prompt_token_ids": [draw.randrange(3, 4000) for _ in range(64)]}
+            begin = time.perf_counter()
+            engine.generate([prompt], sampling, use_tqdm=False)
+            seconds[way].append(time.perf_counter() - begin)
+    engine.llm_engine.engine_core.shutdown()
+    return {way: runs[1:] for way, runs in seconds.items()}  # the first warm up
+
+
+def decoding_told(seconds: dict[str, list[float]]) -> str:
+    """Return the line of the pairs: milliseconds a token of both ways, and as it is / 4 chunks with its 95 %."""
+    own, ours = (np.array(runs) for runs in seconds.values())
+    pairs = own / ours
+    drawn = np.median(pairs[np.random.default_rng(0).integers(0, len(pairs), (2000, len(pairs)))], axis=1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    each = ", ".join(f"{way} {1e3 * median(runs) / 64:.2f} ms" for way, runs in seconds.items())
+    return f"a token of decoding: {each}; paired {np.median(pairs):.3f} ({low:.3f} to {high:.3f}), {len(pairs)} pairs"
 
 
 def requests(engine: Any, name: str, lengths: Sequence[int], tokens: int, arrivals: Sequence[float]) -> list[Any]:
@@ -320,11 +370,14 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true", help="compiled models, vLLM's default")
     parser.add_argument("--host", action="store_true", help="microseconds of replaced methods, without an engine")
+    parser.add_argument("--decoding", type=int, nargs="?", const=40, metavar="PAIRS", help="decoding alone, default 40")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time to this file too; seconds, bytes")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print("RESULT " + json.dumps(asyncio.run(measured(json.loads(options.inside)))), flush=True)
+        given = json.loads(options.inside)
+        found = decoding(given) if "pairs" in given else asyncio.run(measured(given))
+        print("RESULT " + json.dumps(found), flush=True)
         os._exit(0)  # an engine that has ended cannot be ended again when Python ends
     if options.host:
         print("\n".join([*host_costs(), *operator_costs()]))
@@ -336,6 +389,14 @@ def main() -> int:
         made_model(folder, options.hidden, options.layers)
         given = {key: getattr(options, key) for key in ("compiled", "dtype", "tokens", "repeats", "steady")}
         given |= {"model": folder, "rate": None}
+        if options.decoding:
+            # A function is sent to the workers.
+            allowed = {"COC_PARALLEL_NUM": "4", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+            seconds = one_run({**given, "pairs": options.decoding}, allowed)
+            if options.json:
+                options.json.write_text(json.dumps({"options": vars(options), "seconds": seconds}, default=str))
+            print(decoding_told(seconds))
+            return 0
         ways = COMPILED_WAYS if options.compiled else WAYS
         runs: dict[str, list[Any]] = {way: [] for way in ways}
         for _ in range(options.rounds):
