@@ -41,9 +41,9 @@ def main() -> int:
     variables = dict(each.split("=", 1) for each in args.set or ["COC_PARALLEL_NUM=4"])
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = _run(args, script, {}, f"{folder}/plain")
-        recorded = {**variables, "COC_TIMELINE": f"{folder}/times"}
-        overlapped, log = _run(args, script, recorded, f"{folder}/overlapped")
-        hidden = _hidden(Path(folder, "times"))
+        times = variables.get("COC_TIMELINE", f"{folder}/times")
+        overlapped, log = _run(args, script, {**variables, "COC_TIMELINE": times}, f"{folder}/overlapped")
+        hidden = _hidden(Path(times))
     announced = [line for line in log.splitlines() if "overlap is on" in line]
     found = _compare(plain, overlapped) | {"variables": variables, "overlapped": bool(announced), **hidden}
     found["bits_promised"] = not any(text in log for text in CHANGED)
@@ -88,7 +88,8 @@ def _hidden(folder: Path) -> dict[str, Any]:
 
     Medians over the steps, of each pass of a layer on its slowest rank.
     """
-    rows = [row for row in table(read_run(folder)[0]) if row.comm] if folder.is_dir() else []
+    recorded = read_run(folder)[0] if folder.is_dir() and any(folder.iterdir()) else []  # nothing ran with overlap
+    rows = [row for row in table(recorded) if row.comm]
     communication = sum(row.comm or 0 for row in rows)
     hidden = sum((row.comm or 0) * (row.hidden or 0) for row in rows)
     return {"communication_ms": communication, "hidden": hidden / communication if communication else None}

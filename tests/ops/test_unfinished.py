@@ -523,6 +523,15 @@ def test_a_reader_in_another_stream_waits_for_rows_that_were_filled_for_an_earli
     assert side.waited_for == [made, made]
 
 
+def test_memory_for_rows_is_made_in_their_stream(streams):
+    made, side = streams
+    made_in = []
+    rows = LazyRows((2, 2), lambda _: None)
+    Stream.running = side
+    rows.make(lambda: made_in.append(Stream.running))
+    assert made_in == [made] and Stream.running is side and side.waited_for == [made]
+
+
 def test_a_fill_that_fails_gives_the_readers_stream_back(streams):
     def fail(_):
         raise ValueError

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ascend_parallel.ops.lazy_rows import LazyRows, Rows
+from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
 
@@ -233,3 +233,52 @@ def test_a_module_that_returns_something_else_later_is_an_error():
         y = by_rows(fickle, fickle, x)
         with pytest.raises(RuntimeError, match="Fickle was expected to return"):
             finished(y)
+
+
+def test_a_module_that_returns_another_number_of_rows_is_an_error():
+    class Dropping(torch.nn.Module):
+        """Leaves out a row of each chunk but the trial."""
+
+        def forward(self, x):
+            return x if not x.any() else x[1:]
+
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        dropping = Dropping()
+        y = by_rows(dropping, dropping, x)
+        with pytest.raises(RuntimeError, match="Dropping was given 16 rows, and returned 15"):
+            finished(y)
+
+
+def test_a_module_that_writes_to_finished_rows_runs_after_their_readers():
+    class Writing(torch.nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    with torch.inference_mode():
+        x, _ = sent(drawn(64, 64))
+        second, writing = Noted(), Writing()
+        z = norm(x, drawn(64, 64, seed=4))[1]
+        y = by_rows(second, second, z)
+        z._rows.progress.finish()
+        by_rows(writing, writing, z, writes=True)
+        assert torch.equal(finished(y), (drawn(64, 64) + drawn(64, 64, seed=4)) * 2)
+
+
+def test_rows_that_nobody_reads_are_gone_at_once():
+    with torch.inference_mode():
+        x, asked = sent(drawn(64, 64))
+        module = Noted()
+        y = by_rows(module, module, x)
+        rows = weakref.ref(y._rows.progress)
+        del y
+        assert rows() is None and asked == []
+
+
+def test_pieces_have_one_memory_whoever_asks_for_it():
+    pieces = RowPieces((4, 2), torch.float32, torch.device("cpu"), (2, 2))
+    pieces.rows[0] = torch.ones(2, 2)
+    memory = pieces.joined()
+    pieces.rows[1].fill_(2)
+    assert pieces.joined() is memory
+    assert memory.tolist() == [[1, 1], [1, 1], [2, 2], [2, 2]]
