@@ -22,6 +22,8 @@ from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
+from ascend_parallel.patches.base import version_tuple
+from ascend_parallel.patches.megatron import installed_version
 
 pytestmark = promise("one-rank-habits")
 
@@ -224,6 +226,10 @@ def of_megatron(group, options, early):
     return worst(*reversed(runs)), counts[2:]
 
 
+@pytest.mark.skipif(
+    version_tuple(installed_version()) < (0, 13),
+    reason="refused before 0.13: functions know their group themselves",
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("count", "early", "sequence_parallel"),

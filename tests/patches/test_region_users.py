@@ -17,6 +17,8 @@ from pool import on_ranks
 from torch.nn.modules import module as modules
 
 import ascend_parallel
+from ascend_parallel.patches.base import version_tuple
+from ascend_parallel.patches.megatron import installed_version
 
 SCALE = 1.01
 
@@ -145,8 +147,10 @@ def without_list(context, *args):
     return lambda model, seen: context(model, *args)
 
 
+# The halves of a layer, which are methods from 0.12 on.
+HALVES = ("_forward_mlp", "_forward_attention") if version_tuple(installed_version()) >= (0, 12) else ()
 HABITS = {
-    **{f"{name} replaced on a layer": without_list(on_object, name) for name in ("_forward_mlp", "_forward_attention")},
+    **{f"{name} replaced on a layer": without_list(on_object, name) for name in HALVES},
     "qkv tensors replaced on an attention": without_list(
         on_object, "get_query_key_value_tensors", lambda model: model.decoder.layers[1].self_attention
     ),
