@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 HERE = Path(__file__).parent
@@ -87,9 +87,17 @@ def extension() -> dict[str, object]:
         libraries=["rt"],
         optional=True,
     )
+
+    class Build(BuildExtension):
+        """Build with the compiler alone: ninja is not asked for. No options are passed on; setuptools 77 takes none."""
+
+        def __init__(self, distribution: Distribution) -> None:
+            super().__init__(distribution)
+            self.use_ninja = False
+
     return {
         "ext_modules": [shm],
-        "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=False), "bdist_wheel": Wheel},
+        "cmdclass": {"build_ext": Build, "bdist_wheel": Wheel},
         "options": {"bdist_wheel": {"build_number": f"1torch{major}.{minor}"}},
     }
 
