@@ -148,12 +148,18 @@ class Vllm(Framework):
         """Return the reason why vLLM's own forward of `layer` must run for an input x, or None."""
         return self.uncovered(layer) if x.dim() == 2 else f"its input has {x.dim()} dimensions, as in a vision encoder"
 
-    def uncovered_sum(self, coordinator: Any) -> str | None:
-        """Return the reason why vLLM's own all-reduce of a group must run, or None."""
+    def uncovered_everywhere(self) -> str | None:
+        """Return the reason why vLLM's own code runs in every layer, or None."""
         if self.settings.deterministic:
             return "COC_DETERMINISTIC multiplies in tiles, which vLLM's kernels do not know"
         if getattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", False):  # 0.11 has no such variable
             return "VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
+        return None
+
+    def uncovered_sum(self, coordinator: Any) -> str | None:
+        """Return the reason why vLLM's own all-reduce of a group must run, or None."""
+        if (reason := self.uncovered_everywhere()) is not None:
+            return reason
         if _shares_memory(coordinator):
             return "its ranks share memory, where vLLM's own all-reduce is the faster one"
         return None
