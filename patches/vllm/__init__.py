@@ -13,7 +13,6 @@ bench      what the ranks of `ascend-parallel bench --framework vllm` time: a ro
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -36,8 +35,6 @@ def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the installed vLLM; raises `PatchError` if VLLM_PLUGINS does not name this package."""
     refuse_unless_allowed(os.environ.get("VLLM_PLUGINS"))
     version, build = str(importlib.import_module("vllm").__version__), installed_build("vllm")
-    make = functools.partial(PatchSet, "vllm", VERSIONS, newest=NEWEST, package="" if build is None else build[0])
-    make([]).check(version)  # another version may lack the modules that are imported below
     framework = Vllm(settings, version)
     found = [
         Patch(
@@ -67,7 +64,9 @@ def patches(settings: Settings) -> AppliedPatches:
         ),
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
-    return Applied("vllm", version, make([*found, *modules]), framework, on_top=ON_TOP)
+    package = "" if build is None else build[0]
+    patch_set = PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST, package=package)
+    return Applied("vllm", version, patch_set, framework, on_top=ON_TOP)
 
 
 def worker() -> str:
