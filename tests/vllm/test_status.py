@@ -29,11 +29,13 @@ CASES = {
 # An import of vLLM takes ten seconds: each case runs in a fork of a process with vLLM, and nothing of this package.
 FORKING = f"""
 import json, os, runpy, sys
+import torch.distributed.tensor.parallel, transformers.modeling_utils, typer
 import vllm.model_executor.layers.linear, vllm.model_executor.layers.layernorm, vllm.v1.worker.worker_base
 assert not [name for name in sys.modules if name.startswith("ascend_parallel.")]
-cases, folder = json.loads(sys.argv[1]), sys.argv[2]
+cases, folder, running = json.loads(sys.argv[1]), sys.argv[2], {{}}
 for name, (words, variables) in cases.items():
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         for number, end in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{{folder}}/{{name}}.{{end}}", os.O_WRONLY | os.O_CREAT), number)
         os.environ.update(variables)
@@ -42,7 +44,9 @@ for name, (words, variables) in cases.items():
             vllm.__version__ = "{LATER}"
         sys.argv[1:] = words
         runpy.run_module("ascend_parallel", run_name="__main__")
-    _, status = os.wait()
+    running[name] = pid
+for name, pid in running.items():
+    _, status = os.waitpid(pid, 0)
     open(f"{{folder}}/{{name}}.code", "w").write(str(os.waitstatus_to_exitcode(status)))
 """
 
