@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -177,12 +178,13 @@ class PatchControl:
     def try_apply(self) -> dict[str, str]:
         """Import and patch all installed frameworks; return why patches do not fit, by the framework's title."""
         errors, settings = {}, current_settings()
-        for seam in wanted(settings):
-            try:
-                if seam.installed or settings.frameworks is not None:
-                    self._patches.apply(seam, settings)
-            except PatchError as error:
-                errors[seam.title] = str(error)
+        with redirect_stdout(sys.stderr):  # where a framework logs as it is imported: vLLM would among a command's JSON
+            for seam in wanted(settings):
+                try:
+                    if seam.installed or settings.frameworks is not None:
+                        self._patches.apply(seam, settings)
+                except PatchError as error:
+                    errors[seam.title] = str(error)
         return errors
 
     def revert(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
 
+from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
 from ascend_parallel.patches.megatron import context as megatron_context
@@ -42,6 +42,11 @@ SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
+def _version_of(package: str) -> str:
+    build = installed_build(package)
+    return "unknown" if build is None else build[1]
+
+
 def wanted(settings: Settings) -> list[Seam]:
     """Return the frameworks that COC_FRAMEWORKS names; without it, all that need not be named."""
     named = settings.frameworks
@@ -68,9 +73,16 @@ class Patches:
             raise PatchError(f"{seam.title}: found none installed: {NOTHING}")
         try:
             importlib.import_module(seam.module)  # the import hook may apply the patches
-        except ModuleNotFoundError as error:
-            version = importlib.metadata.version(seam.title)
-            raise PatchError(f"{seam.title}: found version {version}, which has no {seam.module}") from error
+        except PatchError:  # of the import hook
+            raise
+        except Exception as error:
+            version = _version_of(seam.title)
+            if isinstance(error, ModuleNotFoundError) and f"{seam.module}.".startswith(f"{error.name}."):
+                raise PatchError(f"{seam.title}: found version {version}, which has no {seam.module}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise PatchError(
+                f"{seam.title}: found version {version}, whose {seam.module} cannot be imported: {why}"
+            ) from error
         if seam.name not in self._applied:
             applied = seam.make(settings)
             applied.apply()

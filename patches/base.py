@@ -227,6 +227,7 @@ class PatchSet:
         patches: Sequence[Patch],
         *,
         newest: str = "",
+        package: str = "",
         repeated: Sequence[RepeatedFunction] = (),
     ) -> None:
         """Hold patches for `framework`.
@@ -235,12 +236,14 @@ class PatchSet:
             The supported range, for example ``">=0.10,<0.17"``; None: any version.
         newest
             The newest version on which the tests ran.
+        package
+            The name under which the framework is installed, if that is another.
         repeated
             Functions whose work the replacements repeat.
         """
         self.framework = framework
         self.versions = versions
-        self.newest = newest
+        self.newest, self.package = newest, package or framework
         self.patches = tuple(patches)
         self.repeated = tuple(repeated)
         self._applied: dict[Patch, _Applied] = {}
@@ -251,7 +254,7 @@ class PatchSet:
         if self.versions is not None and not in_range(version, self.versions):
             raise PatchError(
                 f"{self.framework}: expected a version {self.versions}, found {version}; the newest tested version is "
-                f"{self.newest}: install a supported version (pip install '{self.framework}{self.versions}'), or run "
+                f"{self.newest}: install a supported version (pip install '{self.package}{self.versions}'), or run "
                 "without overlap (unset COC_PARALLEL_NUM and USE_COC_FUSED_KERNEL); if no release of ascend_parallel "
                 "supports the version, report the version in an issue of ascend_parallel"
             )

@@ -113,6 +113,10 @@ class Framework(ABC):
     def uncovered(self, layer: Any) -> str | None:
         """Return the reason why the original forward of `layer` must run, or None."""
 
+    def uncovered_everywhere(self) -> str | None:
+        """Return the reason why the original forward of every layer must run, or None."""
+        return None
+
     def name_of(self, layer: Any) -> str:
         """Return the name in its model that the framework gives a layer; empty: it gives none."""
         return ""

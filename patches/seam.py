@@ -110,7 +110,9 @@ class AppliedPatches:
         own = [patch.applied for patch in self._sets[self.title].status()]
         others = [patch.applied for patch in self.status()[len(own) :]]
         text = f"{sum(own)} of {len(own)} methods of {self.title} {self.version} replaced"
-        return f"{text}, and {sum(others)} of {len(others)} others" if others else text
+        text += f", and {sum(others)} of {len(others)} others" if others else ""
+        why = None if self._runs is None else self._runs.uncovered_everywhere()
+        return text if why is None else f"{text}, but no layer runs with overlap: {why}"
 
     @property
     def region(self) -> str:

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 
+from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
 from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
 from ascend_parallel.patches.vllm import start
@@ -33,7 +34,7 @@ NAME = "ascend_parallel"
 def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the installed vLLM; raises `PatchError` if VLLM_PLUGINS does not name this package."""
     refuse_unless_allowed(os.environ.get("VLLM_PLUGINS"))
-    version = str(importlib.import_module("vllm").__version__)
+    version, build = str(importlib.import_module("vllm").__version__), installed_build("vllm")
     framework = Vllm(settings, version)
     found = [
         Patch(
@@ -63,9 +64,9 @@ def patches(settings: Settings) -> AppliedPatches:
         ),
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
-    return Applied(
-        "vllm", version, PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST), framework, on_top=ON_TOP
-    )
+    package = "" if build is None else build[0]
+    patch_set = PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST, package=package)
+    return Applied("vllm", version, patch_set, framework, on_top=ON_TOP)
 
 
 def worker() -> str:

@@ -41,11 +41,14 @@ from ascend_parallel.patches.vllm.operators import (
     leave_graphs,
     output_of,
     run_operators_by,
+    running_engine,
     traced,
 )
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan
+
+Counts = MeasuredCounts | PlannedCounts
 
 # The all-reduce without a matmul of ours, as counts and timelines name it.
 ALONE = "all_reduce"
@@ -79,8 +82,9 @@ class Vllm(Framework):
         self.bits: RowBits | None = None  # once a worker has loaded its model
         self.least_rows = 0
         """The least rows of a chunk with which the matmuls of every model loaded here keep their bits; 0: not asked."""
-        # From the plan of COC_PLAN; with "auto" and COC_TUNE once they are known, before the first request.
-        self.counts: PlannedCounts | MeasuredCounts | None = self._planned()
+        self._planned = PlannedCounts(settings.plan) if isinstance(settings.plan, Plan) else None
+        # With "auto" and COC_TUNE once they are known, before the first request: by the key of an engine.
+        self._counts: dict[int, Counts] = {}
         self.tried: Way | None = None  # of a dummy step
         self.row_forward: Function | None = None  # the replacement of the row layer's forward
         # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
@@ -88,15 +92,27 @@ class Vllm(Framework):
         self._hooks: list[RemovableHandle] = []
         self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
 
-    def forget_model(self) -> None:
-        """Forget what is known of a model: a worker has loaded another.
+    def forget_model(self, engine: int) -> None:
+        """Forget what is known of a model: a worker of `engine`, a key, has loaded another.
 
-        What an engine that is still in use depends on stays: its hook, its way out of the graphs, and the least rows.
+        What an engine that is still in use depends on stays: its counts, its hook, its way out of the graphs, and the
+        least rows.
         """
-        self.operators, self.own_graphs, self.bits, self.counts = 0, False, None, self._planned()
+        self.operators, self.own_graphs, self.bits = 0, False, None
+        self._counts.pop(engine, None)  # of one that is gone, whose key came free
 
-    def _planned(self) -> PlannedCounts | None:
-        return PlannedCounts(self.asked.plan) if isinstance(self.asked.plan, Plan) else None
+    def keep_counts(self, engine: int, counts: Counts) -> None:
+        """Take counts for the steps of an engine, by its key."""
+        self._counts.pop(engine, None)
+        self._counts[engine] = counts
+
+    @property
+    def counts(self) -> Counts | None:
+        """The counts of the engine whose forward runs; outside a forward those that came last; None: there are none."""
+        engine = running_engine()
+        if engine is None:
+            return next(reversed(self._counts.values()), self._planned)
+        return self._counts.get(engine, self._planned)
 
     def without_effect(self, device: str) -> list[str]:
         """Return the variables that are set and act on no layer of vLLM on devices of this type."""
@@ -148,12 +164,18 @@ class Vllm(Framework):
         """Return the reason why vLLM's own forward of `layer` must run for an input x, or None."""
         return self.uncovered(layer) if x.dim() == 2 else f"its input has {x.dim()} dimensions, as in a vision encoder"
 
-    def uncovered_sum(self, coordinator: Any) -> str | None:
-        """Return the reason why vLLM's own all-reduce of a group must run, or None."""
+    def uncovered_everywhere(self) -> str | None:
+        """Return the reason why vLLM's own code runs in every layer, or None."""
         if self.settings.deterministic:
             return "COC_DETERMINISTIC multiplies in tiles, which vLLM's kernels do not know"
         if getattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", False):  # 0.11 has no such variable
             return "VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
+        return None
+
+    def uncovered_sum(self, coordinator: Any) -> str | None:
+        """Return the reason why vLLM's own all-reduce of a group must run, or None."""
+        if (reason := self.uncovered_everywhere()) is not None:
+            return reason
         if _shares_memory(coordinator):
             return "its ranks share memory, where vLLM's own all-reduce is the faster one"
         return None
@@ -249,7 +271,8 @@ class Vllm(Framework):
             return self.tried.chunks
         if self.in_one:
             return 1
-        known = None if self.counts is None else self.counts.count(tokens, summed)
+        counts = self.counts
+        known = None if counts is None else counts.count(tokens, summed)
         return self.settings.num_chunks if known is None else known
 
     def asked_bits(self, bits: RowBits) -> None:

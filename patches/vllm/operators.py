@@ -170,6 +170,16 @@ def is_captured() -> bool:
     return mode is not None and mode.name != "NONE"
 
 
+def engine_of(config: Any) -> int:
+    """Return the key of an engine in its process, which `running_engine` returns in its forwards."""
+    return id(config.compilation_config.static_forward_context)
+
+
+def running_engine() -> int | None:
+    """Return the key of the engine whose forward of a model, or of its draft model, runs; None: none does."""
+    return id(_context().no_compile_layers) if in_forward() else None
+
+
 def in_forward() -> bool:
     """Tell whether vLLM runs a forward of a model, which has a context."""
     module: Any = sys.modules.get(CONTEXT)

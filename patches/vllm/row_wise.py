@@ -18,6 +18,7 @@ from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
 from ascend_parallel.patches.base import Function, full_name
+from ascend_parallel.patches.seam import is_installed
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
 
 LAYERS = "vllm.model_executor.layers"
@@ -54,7 +55,9 @@ class RowWise:
         return named and (not self.schemes or scheme.__name__ in self.schemes)
 
     def kind(self) -> type | None:
-        """Return the class; None: this version has none."""
+        """Return the class; None: this version has none, or no such module."""
+        if not is_installed(self.module):
+            return None
         found = getattr(importlib.import_module(self.module), self.owner, None)
         return found if isinstance(found, type) else None
 

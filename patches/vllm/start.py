@@ -38,6 +38,7 @@ from ascend_parallel.patches.vllm.operators import (
     can_leave_graphs,
     captures_graphs,
     compilation_mode,
+    engine_of,
     fusing_pass,
     give_names,
 )
@@ -59,8 +60,8 @@ def load_model(original: Function, vllm: Vllm) -> Function:
     @functools.wraps(original)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(self, *args, **kwargs)
-        vllm.forget_model()
         config = self.vllm_config
+        vllm.forget_model(engine_of(config))
         if is_compiled(config) and fusing_pass(config) is None:
             model, context = self.worker.get_model(), config.compilation_config.static_forward_context
             rows = {module for module in model.modules() if is_row_layer(module) and vllm.uncovered(module) is None}
@@ -172,8 +173,9 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     sums = sums_of(covered_layers(model, vllm, has_operators(config, vllm)))
     tuner = Tuner(vllm.asked) if vllm.asked.tune else None
     if tuner is not None:
-        vllm.counts = known(tuner, sums, tokens, group, device.type)
-        if vllm.counts is not None:
+        planned = known(tuner, sums, tokens, group, device.type)
+        if planned is not None:
+            vllm.keep_counts(engine_of(config), planned)
             return f"COC_TUNE: chunks known from {vllm.asked.tune}"
     if (why := untimed(config, runner)) is not None:
         return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
@@ -189,7 +191,8 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     if leaves:
         vllm.may_leave_graphs(model)
         ways += EAGER
-    vllm.counts = measured = measure(step, tokens, ways, group)
+    measured = measure(step, tokens, ways, group)
+    vllm.keep_counts(engine_of(config), measured)
     if leaves:
         vllm.may_leave_graphs(model, measured)
     if tuner is None:

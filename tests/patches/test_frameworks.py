@@ -9,8 +9,13 @@ import sys
 import pytest
 from launch import forked_python, launch
 
-from ascend_parallel import SettingsError
+from ascend_parallel import SettingsError, patch_control
 from ascend_parallel.environment import read_settings
+from ascend_parallel.patch_control import PatchControl
+from ascend_parallel.patches.applied import Patches
+from ascend_parallel.patches.base import PatchError, PatchSet
+from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.settings import Settings
 
 INFO = "'megatron.core.package_info'"
 OTHER_VERSION = (
@@ -113,3 +118,42 @@ def test_programs_that_import_torchs_styles_on_the_way(imports):
     show = "import sys; print(sys.modules['ascend_parallel'].status().state)"
     done = python(f"import torch; {imports}; {show}", COC_PARALLEL_NUM="4")
     assert re.search(r"(\d+) of \1 methods of torch", done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        ("failing", "raise RuntimeError('no kernel')", "whose {} cannot be imported: RuntimeError: no kernel"),
+        (
+            "lacking",
+            "import not_there",
+            "whose {} cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+        ),
+        ("older", None, "which has no {}"),
+    ],
+)
+def test_a_framework_whose_layers_cannot_be_imported_is_left_with_the_reason(name, code, why, tmp_path, monkeypatch):
+    """As vLLM beside a torchvision of another torch, or without one of its own requirements."""
+    package = tmp_path / name
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if code is not None:
+        (package / "layers.py").write_text(code)
+    (tmp_path / f"{name}-1.5.dist-info").mkdir()
+    (tmp_path / f"{name}-1.5.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seam = Seam(name=name, title=name, module=f"{name}.layers", make=lambda settings: None)
+    with pytest.raises(PatchError) as error:
+        Patches().apply(seam, Settings(num_chunks=4))
+    assert str(error.value) == f"{name}: found version 1.5, {why.format(f'{name}.layers')}"
+
+
+def test_what_a_framework_prints_as_it_is_imported_is_not_in_the_output_of_a_command(tmp_path, monkeypatch, capsys):
+    """As vLLM's log, which its older versions write to standard output."""
+    (tmp_path / "talking.py").write_text("print('Automatically detected platform')")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = AppliedPatches("talking", "1.5", PatchSet("talking", None, []))
+    seam = Seam(name="talking", title="talking", module="talking", make=lambda settings: made)
+    monkeypatch.setattr(patch_control, "wanted", lambda settings: [seam])
+    assert PatchControl().try_apply() == {}
+    assert capsys.readouterr() == ("", "Automatically detected platform\n")

@@ -1,5 +1,6 @@
 """COC_PARALLEL_NUM=auto in vLLM: the counts that dummy steps are fastest with, the same on all ranks."""
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from ascend_parallel.patches.vllm.auto import (
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm
-from ascend_parallel.patches.vllm.operators import LAYER_NAME, LINEAR
+from ascend_parallel.patches.vllm.operators import CONTEXT, LAYER_NAME, LINEAR, engine_of
 from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
@@ -91,7 +92,7 @@ def test_a_number_of_tokens_takes_the_count_of_the_nearest():
 def test_a_step_leaves_the_graphs_only_if_it_would_be_cut_there(device, leaving):
     vllm, model = Vllm(Settings(num_chunks=4), "0.32.0"), torch.nn.Module()
     vllm.may_leave_graphs(model, in_way(Way(4, eager=True)))
-    vllm.counts = in_way(WHOLE)  # of another engine, which was loaded later
+    vllm.keep_counts(2, in_way(WHOLE))  # of another engine, which was loaded later
     assert [vllm.leaves_graphs(model, tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
     assert not any(vllm.leaves_graphs(torch.nn.Module(), tokens, device) for tokens in (1, 255, 512, 2048))
 
@@ -127,10 +128,44 @@ def test_a_second_engine_leaves_the_first_its_least_rows():
     vllm.asked_bits(bits[0])
     first = vllm.chunks(2048, "cpu", summed)
     assert min(first) == 512
-    vllm.forget_model()
+    vllm.forget_model(2)
     assert vllm.bits is None and vllm.chunks(2048, "cpu", summed) == first
     vllm.asked_bits(bits[1])
     assert vllm.chunks(2048, "cpu", summed) == first
+
+
+class Forwards:
+    """vLLM's module of forward contexts, whose forward is that of an engine by its configuration, or of none."""
+
+    def __init__(self):
+        self.config = None
+
+    def is_forward_context_available(self):
+        return self.config is not None
+
+    def get_forward_context(self):
+        return SimpleNamespace(no_compile_layers=self.config.compilation_config.static_forward_context)
+
+
+def test_two_engines_of_a_process_keep_their_own_counts(monkeypatch):
+    forwards = Forwards()
+    monkeypatch.setitem(sys.modules, CONTEXT, forwards)
+    vllm, summed = Vllm(Settings(auto=True), "0.32.0"), Sum(768, 768, torch.float32)
+    engines = [SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})) for _ in range(3)]
+
+    def counts():
+        found = []
+        for forwards.config in (*engines, None):
+            found.append(vllm.count(2048, summed))
+        return found
+
+    assert counts() == [4] * 4  # nothing is timed yet
+    for engine, way in zip(engines, (Way(8), WHOLE), strict=False):
+        vllm.forget_model(engine_of(engine))
+        vllm.keep_counts(engine_of(engine), in_way(way))
+    assert counts() == [8, 1, 4, 1]  # outside a forward, as in an encoder, what was timed last
+    vllm.forget_model(engine_of(engines[0]))  # a worker of this configuration loads a model anew
+    assert counts() == [4, 1, 4, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

@@ -7,6 +7,7 @@ import pytest
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.vllm import refuse_unless_allowed
 from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
+from ascend_parallel.patches.vllm.row_wise import RowWise
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -42,3 +43,7 @@ def test_vllm_plugins_may_name_this_package(plugins):
 def test_vllm_plugins_that_leave_this_package_out_are_respected(plugins):
     with pytest.raises(PatchError, match="VLLM_PLUGINS"):
         refuse_unless_allowed(plugins)
+
+
+def test_a_version_without_a_module_of_the_table_has_no_such_class():
+    assert not RowWise("vllm_of_another_day.layers.activation", "SiluAndMul").exists()

@@ -32,6 +32,25 @@ def saved_adapter(folder, name, seed):
     return str(path)
 
 
+def saved_drafter(folder):
+    """Return the folder of EAGLE's draft model: a layer of the llama, behind a matmul of a token and a hidden state."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model, path = Path(saved_model("llama", folder)), Path(folder) / "eagle"
+    path.mkdir(exist_ok=True)
+    own = {
+        key.removeprefix("model."): weight
+        for key, weight in load_file(model / "model.safetensors").items()
+        if key.startswith("model.layers.0.") and "input_layernorm" not in key
+    }
+    half = 0.5 * torch.eye(own["layers.0.post_attention_layernorm.weight"].shape[0])
+    save_file({**own, "fc.weight": torch.cat([half, half], 1)}, path / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return str(path)
+
+
 def in_int8(folder):
     """Return the folder of the llama in int8: scales per channel, of activations per token, and fixed in row layers."""
     import torch
@@ -146,6 +165,15 @@ def speculative(folder):
         return compared(llm, tokens=12)
 
 
+def drafted(folder):
+    """Tokens guessed by a draft model, which reads the hidden states of the model."""
+    from generate import engine
+
+    guess = {"method": "eagle", "model": str(Path(folder) / "eagle"), "num_speculative_tokens": 2}
+    with engine("llama", folder, speculative_config=guess) as llm:
+        return compared(llm, tokens=12)
+
+
 def latent_attention(folder):
     """Multi-head latent attention, which vLLM runs in bf16 alone on CPUs, with experts and a shared expert."""
     from generate import engine
@@ -155,8 +183,8 @@ def latent_attention(folder):
 
 
 # Speculation comes last: once its numba is imported, vLLM 0.32 cannot start another engine in the process.
-CASES = (with_adapters, int8, gptq, latent_attention, speculative)
-LONGER = (latent_attention, speculative)
+CASES = (with_adapters, int8, gptq, latent_attention, drafted, speculative)
+LONGER = (latent_attention, drafted, speculative)
 
 
 def all_cases(folder):
@@ -173,6 +201,7 @@ def results(request, pair, tmp_path_factory):
         saved_adapter(folder, f"lora{number}", number)
     in_int8(folder)
     in_int4(folder)
+    saved_drafter(folder)
     wanted = collected(request, "case", [case.__name__ for case in CASES])
     found = pair.call(all_cases, folder, CASES=",".join(wanted))
     if speculative.__name__ in wanted:

