@@ -72,7 +72,7 @@ def main() -> None:
 
 def _attention_lines(case: AttentionCase, found: dict[str, Any]) -> list[list[str]]:
     times: dict[str, list[float]] = found["times"]
-    one_group, lines, parts = times[f"{case.exchange(RANKS)}, 1 group"], [], parts_of(times)
+    one_group, lines, parts = times[f"{case.chosen_exchange(RANKS)}, 1 group"], [], parts_of(times)
     for name, own in times.items():
         if not name.startswith((COMPUTATION, COMMUNICATION)):
             about = [str(case), *(f"{1e3 * part:.0f}" for part in parts)] if name == SERIAL else [""] * 3

@@ -52,7 +52,7 @@ from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups import describe
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 
 Part = HeadGroup | KeyGroup
@@ -114,7 +114,7 @@ def run_attention(
     their results: `attention` then gets the rows that stay, and those of the borrower. None: all rows stay.
 
     What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
-    `DisagreementError` if their tensors or ways differ, `CollectiveError` if a rank fails.
+    `DisagreementError` if their tensors or exchanges differ, `CollectiveError` if a rank fails.
     """
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
@@ -269,7 +269,7 @@ def confirm_shapes(
         return
     graded = _graded_names(x.requires_grad for x in (q, k, v)) if torch.is_grad_enabled() else ""
     with hide_from_selective_checkpoint():
-        by_rank = exchange(group, mine, {"tensors": mine, "graded": graded}, DisagreementError, topic="context")
+        by_rank = store_all_gather(group, mine, {"tensors": mine, "graded": graded}, DisagreementError, topic="context")
     asked = {value["graded"] for value in by_rank.values()} - {""}
     if any(value["tensors"] != mine for value in by_rank.values()) or len(asked) > 1:
         words = {rank: "; ".join(filter(None, value.values())) for rank, value in by_rank.items()}
@@ -290,7 +290,9 @@ def confirm_gradients(needed: Sequence[bool], group: dist.ProcessGroup, operator
     confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return
-    by_rank = exchange(group, f"backward of {mine}", {"graded": mine}, DisagreementError, topic="context backward")
+    by_rank = store_all_gather(
+        group, f"backward of {mine}", {"graded": mine}, DisagreementError, topic="context backward"
+    )
     if any(value["graded"] != mine for value in by_rank.values()):
         what = "; ".join(f"rank {rank}: {value['graded']}" for rank, value in by_rank.items())
         raise DisagreementError(

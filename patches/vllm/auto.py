@@ -26,7 +26,7 @@ from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
 from ascend_parallel.tuning.measured.tuner import Tuner
@@ -184,7 +184,7 @@ def measure(
     """
     begin = time.perf_counter()
     own = {str(tokens): timed(step, tokens, ways) for tokens in sizes}
-    by_rank = exchange(group, "the choice of chunks by timed steps", own, CollectiveError)
+    by_rank = store_all_gather(group, "the choice of chunks by timed steps", own, CollectiveError)
     steps = tuple(chosen(tokens, ways, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
     return MeasuredCounts(steps, time.perf_counter() - begin)
 

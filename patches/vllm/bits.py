@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,7 +84,7 @@ def ask(
     most = min(most_tokens, MOST_ROWS)
     own = {str(matmul): least_rows(matmul, multiply, ladder, most, device) for matmul, multiply in matmuls.items()}
     took = time.perf_counter() - start
-    by_rank = exchange(group, "the probe of which chunks keep the bits of vLLM's matmuls", own, CollectiveError)
+    by_rank = store_all_gather(group, "the probe of which chunks keep the bits of vLLM's matmuls", own, CollectiveError)
     steps = {matmul: [found[matmul] for found in by_rank.values()] for matmul in own}
     some = None in itertools.chain(*steps.values())  # then larger chunks would not keep the bits of a step either
     least = ladder[0] if some else max([ladder[0], *itertools.chain(*steps.values())])

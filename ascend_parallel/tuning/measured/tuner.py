@@ -28,7 +28,7 @@ from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
 from ascend_parallel.tuning.measured.chunk_plan import (
@@ -187,7 +187,7 @@ class Tuner:
         here = this_machine(group.size(), torch.device(device), backend)
         read = self._read(here) if group.rank() == 0 else ""
         mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
-        values = exchange(group, "the plan's reading", mine, DisagreementError)
+        values = store_all_gather(group, "the plan's reading", mine, DisagreementError)
         first = values[dist.get_process_group_ranks(group)[0]]
         if "error" in first:
             raise PlanError(first["error"])
@@ -233,7 +233,7 @@ class Tuner:
         """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
         mine = [entry for operator in passes if (entry := plan.entry_of(operator)) is not None]
         value = {"entries": [asdict(entry) for entry in mine]}
-        values = exchange(group, f"the chunks of {shape}", value, DisagreementError).values()
+        values = store_all_gather(group, f"the chunks of {shape}", value, DisagreementError).values()
         found = [[Entry(**{**raw, "sizes": tuple(raw["sizes"])}) for raw in each["entries"]] for each in values]
         fewest = tuple(min(same, key=_fewest) for same in zip(*found, strict=True))
         for entry, before in zip(fewest, mine, strict=True):
@@ -284,7 +284,7 @@ class Tuner:
 
 def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
     """Raise `DisagreementError` unless every rank of the group tunes the same call."""
-    call_by_rank = exchange(group, f"the tuning of {call}", {"call": call}, DisagreementError)
+    call_by_rank = store_all_gather(group, f"the tuning of {call}", {"call": call}, DisagreementError)
     if any(value["call"] != call for value in call_by_rank.values()):
         calls = "; ".join(f"rank {rank}: {value['call']}" for rank, value in call_by_rank.items())
         raise DisagreementError(
