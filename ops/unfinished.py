@@ -261,7 +261,7 @@ class _Plain(torch.autograd.Function):
         return gradient
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def plain_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows and torch's own memory, in the same autograd graph: for compiled functions."""
     return x._plain() if isinstance(x, UnfinishedTensor) else x
 

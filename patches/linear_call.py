@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.ops.unfinished import whole
+from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
 from ascend_parallel.overlap.linear import run_column, run_module_row, run_row
@@ -298,7 +298,7 @@ def _run_own_matmul(
         with own_weight:
             return own_matmul(x, *products) if products else own_matmul(x)
     with torch._C.DisableTorchFunction():
-        x = whole(x)
+        x = plain_tensor(x)
     with own_weight:
         y = own_matmul(x)
     return row_output(y, x, call.weight, layer, call.sequence_dim)

@@ -139,7 +139,7 @@ class InstalledForward:
         x = args[0] if len(args) == 1 and not kwargs else None
         gather = shared_gather(x)
         if gather is not None:
-            x = gather.whole() if gather.changed else gather.x
+            x = gather.gathered() if gather.changed else gather.x
         reason = (
             installed.left_alone(module) or installed.sharded_twice(module) or installed.uncovered_call(x, own_input)
         )

@@ -182,7 +182,7 @@ def prepare_module_input(original: Function) -> Function:
         module = vars(self)[CALLED]()
         # Hooks get the whole gradient of the input, and compiled functions take torch's DTensor.
         reads = _has_backward_hooks(module) or any(map(runs_compiled, module.modules()))
-        return gather.whole() if reads else share(gather)
+        return gather.gathered() if reads else share(gather)
 
     return prepare
 

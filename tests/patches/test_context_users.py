@@ -119,13 +119,13 @@ def trained(group, case):
                 (loss * context.group.size() / case.micro_batches).backward()
     finally:
         ascend_parallel.configure(num_chunks=1)
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
+    gradients = {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
     worst = max(float((gradients[name] - truth[name]).abs().max() / truth[name].abs().max()) for name in truth)
     count = COUNTS.as_dict()["key_gather" if case.exchange == "gather" else "head_exchange"]
     return worst, count["chunks"] / count["calls"], count["calls"]
 
 
-def whole(gradient):
+def full_tensor(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
@@ -167,7 +167,7 @@ def beside_tensor_parallelism(group, path):
         (model(**context.cut(ids, ids)).loss * context.group.size()).backward()
     finally:
         ascend_parallel.configure(num_chunks=1)
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
+    gradients = {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
     worst = max(float((gradients[name] - truth[name]).abs().max() / truth[name].abs().max()) for name in truth)
     return worst, context.exchange, sorted(COUNTS.as_dict())
 

@@ -14,7 +14,7 @@ from ascend_parallel.patches.base import version_tuple
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
+from hugging_face import Written, both, checked, count_of, full_tensor, load, step, tokens, unequal, worst
 
 AS_TRIED = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -174,7 +174,7 @@ def _twice(model):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)
     loss.backward()
-    return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {name: full_tensor(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
 def test_habits_of_users_keep_plains_bits(ranks, path):

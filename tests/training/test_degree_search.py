@@ -38,7 +38,7 @@ from gpt import GPT  # noqa: E402
 from small_models import Llama  # noqa: E402
 
 OF_OPERATORS = ("forward", "backward", "forward_sent", "backward_sent")
-OF_OPERATORS += ("touched", "sent", "whole", "crossing")
+OF_OPERATORS += ("touched", "sent", "unsharded", "crossing")
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
 
 

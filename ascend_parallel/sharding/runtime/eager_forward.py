@@ -142,12 +142,12 @@ class EagerForward(TorchFunctionMode):
         """
         gathered: list[tuple[torch.Tensor, int]] = []
 
-        def whole(leaf: DTensor) -> torch.Tensor:
+        def gathered_leaf(leaf: DTensor) -> torch.Tensor:
             tensor = leaf.run.gathered(leaf.local) if isinstance(leaf, PlannedDTensor) else leaf.full_tensor()
             gathered.append((tensor, tensor._version))
             return tensor
 
-        args, kwargs = pytree.tree_map_only(DTensor, whole, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(DTensor, gathered_leaf, (args, dict(kwargs)))
         result = function(*args, **kwargs)
         if any(tensor._version != version for tensor, version in gathered):
             raise ValueError(

@@ -25,7 +25,7 @@ class SummedGradient:
 
     dims
         The mesh dimensions over which its gradient must be summed.
-    whole
+    full_dims
         The mesh dimensions on which every rank computes the full gradient.
     nbytes
         Bytes of the gradient that a rank holds.
@@ -34,7 +34,7 @@ class SummedGradient:
     value: Value
     name: str
     dims: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_dims: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
 
@@ -64,14 +64,14 @@ def with_partial_grads(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule
     layouts, shared, found = dict(schedule.layouts), dict(schedule.shared_layouts), {}
     for value, targets in _read_layouts(schedule, plan).items():
         dims: list[int] = []
-        whole: list[int] = []
+        full_dims: list[int] = []
         for dim, size in enumerate(plan.mesh.shape):
             if size > 1 and layouts[value][dim] == REPLICATE:
-                (dims if any(target[dim] == PARTIAL_GRAD for target in targets) else whole).append(dim)
+                (dims if any(target[dim] == PARTIAL_GRAD for target in targets) else full_dims).append(dim)
         meta, node = plan.graph.meta(value), plan.graph.nodes[value.node]
         nbytes = local_size(meta.shape, layouts[value], plan.mesh.shape) * meta.dtype.itemsize
-        if dims or whole:
-            found[value] = SummedGradient(value, node.source, tuple(dims), tuple(whole), meta.dtype, nbytes)
+        if dims or full_dims:
+            found[value] = SummedGradient(value, node.source, tuple(dims), tuple(full_dims), meta.dtype, nbytes)
         layouts[value] = _partial_grad_on(layouts[value], dims)
         if value in shared:
             shared[value] = _partial_grad_on(shared[value], dims)

@@ -143,7 +143,7 @@ def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
     sequence = work.sequence
     cuts = [0]
     if stages > 1:
-        cuts = balanced_cuts(_list(np.cumsum(work.whole[sequence])), _list(work.crossing[sequence]), stages)
+        cuts = balanced_cuts(_list(np.cumsum(work.unsharded[sequence])), _list(work.crossing[sequence]), stages)
     runs = np.zeros((stages, len(work.forward)), dtype=np.int64)
     for stage, (start, stop) in enumerate(zip(cuts, [*cuts[1:], len(sequence)], strict=True)):
         np.add.at(runs[stage], sequence[start:stop], 1)

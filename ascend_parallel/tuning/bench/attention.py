@@ -28,7 +28,7 @@ from ascend_parallel.overlap.context import (
     run_attention,
 )
 from ascend_parallel.settings import Settings
-from ascend_parallel.text import shown, whole
+from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -57,7 +57,7 @@ class AttentionCase:
     @classmethod
     def parse(cls, text: str, dtype: str, ranks: int) -> AttentionCase:
         """Read ``TOKENS,HEADS,KEYS,WIDTH``; raises `PlanningError` for another text, or heads that cannot be shared."""
-        sizes = [whole(part) or 0 for part in text.split(",")]
+        sizes = [parse_int(part) or 0 for part in text.split(",")]
         if len(sizes) != 4 or not all(0 < size <= MOST for size in sizes) or sizes[0] % (2 * ranks):
             raise PlanningError(
                 f"--context {shown(text)} is not allowed: give TOKENS,HEADS,KEYS,WIDTH, with a multiple of {2 * ranks} "
