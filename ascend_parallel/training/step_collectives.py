@@ -225,11 +225,11 @@ class _Counting:
 
     def _kernel(self, instruction: RunKernel, again: bool) -> Iterator[Collectives]:
         """Yield the collectives of a matmul that overlaps with them, or of several that run as one."""
-        kernel, schedule = instruction.kernel, self._rank_plan.schedule
+        kernel, fused_plan = instruction.kernel, self._rank_plan.fused_plan
         column, rows = isinstance(kernel, ColumnKernel), kernel.row_dim is not None
         node = self._plan.graph.nodes[kernel.nodes[0]]
         value = node.inputs[kernel.matmuls[0].x] if column else node.values[0]
-        layout = schedule.inputs[node.name][kernel.matmuls[0].x] if column else schedule.layouts[value]
+        layout = fused_plan.inputs[node.name][kernel.matmuls[0].x] if column else fused_plan.layouts[value]
         whole = with_placement(layout, kernel.mesh_dim, REPLICATE)
         nbytes = self._plan.graph.meta(value).local_bytes(whole, self._plan.mesh.shape)
         inward, outward = ALL_GATHER if rows else None, REDUCE_SCATTER if rows else ALL_REDUCE

@@ -29,9 +29,9 @@ from ascend_parallel.overlap.context import attend_pieces, confirm_shapes
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.seam import OnTop
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 FIRST = (0, 13)

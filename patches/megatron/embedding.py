@@ -25,9 +25,9 @@ from ascend_parallel.overlap.embedding import embedding_sizes, sum_embedded
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.seam import OnTop
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 
 MODULE = "megatron.core.tensor_parallel.layers"

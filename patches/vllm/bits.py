@@ -27,7 +27,7 @@ MOST_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class Matmul:
+class LayerMatmul:
     """What decides about the bits of a layer's matmul on one rank, of x [M, K] to [M, N].
 
     method: the class of its linear method, or of the scheme that multiplies there.
@@ -74,7 +74,11 @@ class RowBits:
 
 
 def ask(
-    matmuls: Mapping[Matmul, Multiply], ladder: Sizes, most_tokens: int, group: dist.ProcessGroup, device: torch.device
+    matmuls: Mapping[LayerMatmul, Multiply],
+    ladder: Sizes,
+    most_tokens: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> RowBits:
     """Return from which step of the ladder on the matmuls keep their bits on every rank of `group`, which all call it.
 
@@ -92,7 +96,7 @@ def ask(
     return RowBits(least, len(own), others, took)
 
 
-def least_rows(matmul: Matmul, multiply: Multiply, ladder: Sizes, most: int, device: torch.device) -> int | None:
+def least_rows(matmul: LayerMatmul, multiply: Multiply, ladder: Sizes, most: int, device: torch.device) -> int | None:
     """Return the first step of the ladder from which on a row has the same bits among any rows; None: from none on."""
     with without_grad_and_modes(True):
         generator = torch.Generator(device).manual_seed(0)

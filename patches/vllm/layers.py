@@ -279,7 +279,7 @@ class Vllm(Framework):
         return known
 
 
-def row_forward(original: Function, vllm: Vllm) -> Function:
+def make_row_forward(original: Function, vllm: Vllm) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     @functools.wraps(original)

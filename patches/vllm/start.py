@@ -28,7 +28,7 @@ from ascend_parallel.patches.vllm.auto import (
     measure,
     tried_tokens,
 )
-from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
+from ascend_parallel.patches.vllm.bits import LayerMatmul, Multiply, ask
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm
 from ascend_parallel.patches.vllm.operators import (
@@ -244,14 +244,14 @@ def linear_layers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if multiplies_by_rows(module)]
 
 
-def matmuls_of(layers: Iterable[Any]) -> dict[Matmul, Multiply]:
+def matmuls_of(layers: Iterable[Any]) -> dict[LayerMatmul, Multiply]:
     """Return a layer's matmul for each shape, dtype and kind of bias."""
-    found: dict[Matmul, Multiply] = {}
+    found: dict[LayerMatmul, Multiply] = {}
     for layer in layers:
         k, n = (getattr(layer, f"{end}_size_per_partition", getattr(layer, f"{end}_size")) for end in ENDS)
         bias = None if layer.skip_bias_add else layer.bias
         found.setdefault(
-            Matmul(k, n, layer.params_dtype, bias is not None, method_of(layer)),
+            LayerMatmul(k, n, layer.params_dtype, bias is not None, method_of(layer)),
             functools.partial(_multiply, layer, bias),
         )
     return found

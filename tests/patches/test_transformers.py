@@ -249,11 +249,11 @@ def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(r
 
 
 def disagreeing(group, path):
-    from ascend_parallel.patches.transformers.layers import IN_FORCE
+    from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 
     model = load(group, path)
     if group.rank() == 1:
-        IN_FORCE.add_text("a layer of this rank alone")
+        ACTIVE_PATCH.add_text("a layer of this rank alone")
     ascend_parallel.configure(num_chunks=4)
     try:
         step(model)
@@ -262,7 +262,7 @@ def disagreeing(group, path):
         error = str(found)
     ascend_parallel.configure(num_chunks=1)
     if group.rank() == 0:
-        IN_FORCE.add_text("a layer of this rank alone")
+        ACTIVE_PATCH.add_text("a layer of this rank alone")
     dist.barrier(group)
     return error
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from ascend_parallel.patches.vllm import operators, start
 from ascend_parallel.patches.vllm.auto import Sum, Way
-from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
 from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
 from ascend_parallel.settings import Settings
 
@@ -95,7 +95,7 @@ def group(monkeypatch):
     """A tensor-parallel group of one rank, and vLLM's forward replaced."""
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(_all_reduce_out_place=lambda y: y))
     framework = Vllm(Settings(num_chunks=4), "0.32.0")
-    monkeypatch.setattr(RowParallelLinear, "forward", row_forward(RowParallelLinear.forward, framework))
+    monkeypatch.setattr(RowParallelLinear, "forward", make_row_forward(RowParallelLinear.forward, framework))
     framework.put_in_force()
     torch.manual_seed(0)
     with torch.inference_mode():

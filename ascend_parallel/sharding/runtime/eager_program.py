@@ -35,15 +35,15 @@ class EagerProgram:
 
     def __init__(self, rank_plan: RankPlan, calls: Sequence[FunctionCall]) -> None:
         """Compile the plan; runs no collective."""
-        schedule, graph = rank_plan.schedule, rank_plan.plan.graph
+        fused_plan, graph = rank_plan.fused_plan, rank_plan.plan.graph
         program = compile_plan(rank_plan, graph, gradients=False)  # what runs again, torch's checkpoint decides
         self.registers, self.inputs, self.outputs = program.registers, program.inputs, program.outputs
         shared: dict[Value, int] = {}
         self.own: dict[Value, int] = {}
         for number, register in enumerate(program.registers):
-            if register.layout == schedule.layouts[register.value]:
+            if register.layout == fused_plan.layouts[register.value]:
                 self.own.setdefault(register.value, number)
-            elif register.layout == schedule.shared_layouts.get(register.value) and number not in program.inputs:
+            elif register.layout == fused_plan.shared_layouts.get(register.value) and number not in program.inputs:
                 shared.setdefault(register.value, number)
         for number in program.inputs:  # on a mesh dimension of one rank the caller's layout may stand for the plan's
             self.own.setdefault(program.registers[number].value, number)

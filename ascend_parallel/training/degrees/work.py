@@ -259,7 +259,7 @@ class _Pricing:
 
     def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
         """Return what backward keeps with the blocks of a rank's plan, and what their second run takes."""
-        saved_tensors = SavedTensors(self._plan, rank_plan.schedule)
+        saved_tensors = SavedTensors(self._plan, rank_plan.fused_plan)
         saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
         starts = dict(rank_plan.checkpointed_blocks)
         within = {name for block in starts.values() for name in block.nodes}
@@ -289,7 +289,7 @@ class _Pricing:
 
     def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
         """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""
-        kernels = rank_plan.schedule.kernels
+        kernels = rank_plan.fused_plan.kernels
         for name in block.nodes:
             kernel = kernels.get(name)
             communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
