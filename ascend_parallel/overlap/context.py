@@ -45,7 +45,7 @@ from ascend_parallel.ops.key_gather import (
     pieces_of,
 )
 from ascend_parallel.ops.operators import log_once
-from ascend_parallel.ops.part_exchange import Rows, Way, own_way, part_exchange
+from ascend_parallel.ops.part_exchange import Route, Rows, own_route, part_exchange
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
 from ascend_parallel.ops.registry import Choice, choose
@@ -355,8 +355,10 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
 
     if call.lends:
         rows, lent = [_lent(q), *operands[1:]], [_lent(output)]
-        ways: list[Way[Part]] = [_lent_way, own_way, own_way]
-        part_exchange(rows, call.groups, attend, lent, call.group, call.choice, ways=ways, ways_back=[_lent_way])
+        routes: list[Route[Part]] = [_lent_route, own_route, own_route]
+        part_exchange(
+            rows, call.groups, attend, lent, call.group, call.choice, routes=routes, routes_back=[_lent_route]
+        )
     elif call.gathers:
         part_exchange(operands[1:], call.groups, attend, [], call.group, call.choice)
     else:
@@ -387,9 +389,11 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
     if call.lends:
         d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
         sums = [d_x for d_x in gradients[1:] if d_x is not None]
-        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_way] * len(d_lent)
-        ways: list[Way[Part]] = [*lent, *([own_way] * len(sums))]
-        part_exchange(rows, call.groups, attend, results, call.group, call.choice, ways=[_lent_way], ways_back=ways)
+        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_route] * len(d_lent)
+        routes: list[Route[Part]] = [*lent, *([own_route] * len(sums))]
+        part_exchange(
+            rows, call.groups, attend, results, call.group, call.choice, routes=[_lent_route], routes_back=routes
+        )
     elif not call.gathers:
         wanted = [d_x for d_x in gradients if d_x is not None]
         part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
@@ -406,7 +410,7 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
     return x[kept_rows(len(x)) :]
 
 
-def _lent_way(keys: Part) -> LentRows:
+def _lent_route(keys: Part) -> LentRows:
     assert isinstance(keys, LentKeyGroup)
     return keys.lent
 

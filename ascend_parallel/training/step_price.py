@@ -166,9 +166,9 @@ class StepPrice:
                 itemsize=itemsize,
                 replicas=replicas,
                 collective=partial(_seconds, plan.costs, dim or 0),
-                around=[partial(_seconds, plan.costs, each, ALL_REDUCE) for each in around],
+                further_sums=[partial(_seconds, plan.costs, each, ALL_REDUCE) for each in further_dims],
             )
-            for (itemsize, replicas, around), (elements, own) in kinds.items()
+            for (itemsize, replicas, further_dims), (elements, own) in kinds.items()
         ]
 
     def _replicas_dim(self, plan: ShardingPlan) -> int | None:

@@ -30,7 +30,7 @@ from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.compiled import Compiled
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
-from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, Sum, Way
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, StepVariant, Sum
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.fused import fused_weight
@@ -81,7 +81,7 @@ class Vllm(Framework):
         """The least rows of a chunk with which the matmuls of every model loaded here keep their bits; 0: not asked."""
         # From the plan of COC_PLAN; with "auto" and COC_TUNE once they are known, before the first request.
         self.counts: PlannedCounts | MeasuredCounts | None = self._planned()
-        self.tried: Way | None = None  # of a dummy step
+        self.tried: StepVariant | None = None  # of a dummy step
         self.row_forward: Function | None = None  # the replacement of the row layer's forward
         # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
         self._leaving: WeakKeyDictionary[torch.nn.Module, MeasuredCounts | None] = WeakKeyDictionary()
@@ -183,10 +183,10 @@ class Vllm(Framework):
         return super().prepare(layer, kind, x, weight, **options)
 
     @contextmanager
-    def trying(self, way: Way) -> Iterator[None]:
+    def trying(self, variant: StepVariant) -> Iterator[None]:
         """Run steps this way inside this context, and check nothing."""
         before = self.tried, self.verifier
-        self.tried, self.verifier = way, None
+        self.tried, self.verifier = variant, None
         try:
             yield
         finally:
@@ -208,10 +208,14 @@ class Vllm(Framework):
         """
         if tokens < LEAST_TOKENS or is_captured():
             return False
-        way, timed = self.tried, self._leaving.get(model)
-        if way is None and timed is not None:
-            way = timed.way(tokens)
-        return way is not None and way.eager and len(token_chunks(tokens, way.chunks, device, self.least_rows)) > 1
+        variant, timed = self.tried, self._leaving.get(model)
+        if variant is None and timed is not None:
+            variant = timed.variant(tokens)
+        return (
+            variant is not None
+            and variant.eager
+            and len(token_chunks(tokens, variant.chunks, device, self.least_rows)) > 1
+        )
 
     def put_in_force(self) -> None:
         """Have operators run these layers, and let compiled models leave their graphs: again, after an error."""

@@ -21,8 +21,8 @@ from ascend_parallel.patches.vllm.auto import (
     EAGER,
     WHOLE,
     PlannedCounts,
+    StepVariant,
     Sum,
-    Way,
     keep,
     known,
     measure,
@@ -179,17 +179,17 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     like = torch.empty(0, device=device)
 
-    def step(tokens: int, way: Way) -> None:
-        with vllm.trying(way):
+    def step(tokens: int, variant: StepVariant) -> None:
+        with vllm.trying(variant):
             runner._dummy_run(tokens)
         now(like)
 
-    ways = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
+    variants = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
     leaves = tuner is None and vllm.leaves_rows and can_leave_graphs(config)
     if leaves:
         vllm.may_leave_graphs(model)
-        ways += EAGER
-    vllm.counts = measured = measure(step, tokens, ways, group)
+        variants += EAGER
+    vllm.counts = measured = measure(step, tokens, variants, group)
     if leaves:
         vllm.may_leave_graphs(model, measured)
     if tuner is None:

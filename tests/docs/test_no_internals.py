@@ -75,7 +75,7 @@ REMAINS = {
     "tuning.launch.user_namespaces.HOLDER": PLANTED,
     "tuning.measured.part_groups.seconds_of": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
-    "tuning.measured.tuner.MeasuredParts.of": MEASURED,
+    "tuning.measured.tuner.MeasuredBreakdowns.of": MEASURED,
     "tuning.measured.tuner.Tuner.chunks_for": MEASURED,
     "tuning.measured.tuner.confirmed": MEASURED,
 }

@@ -217,7 +217,7 @@ class Evaluation:
         """Return the seconds of forward and backward of each stage, with all that a micro-batch adds to them."""
         return self.at(degrees).times(self.state(degrees), degrees)
 
-    def parts(self, degrees: Degrees) -> StepBreakdown:
+    def breakdown(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
         at, work = self.at(degrees), self.step_work(degrees)
         times = time_step(work)
@@ -336,7 +336,7 @@ class Evaluation:
                 itemsize=itemsize,
                 replicas=shared.dp,
                 collective=collective,
-                around=[partial(_summed, inner, dim) for dim in summed_over],
+                further_sums=[partial(_summed, inner, dim) for dim in summed_over],
             )
 
         kinds = sorted({(each.itemsize, each.summed_over) for each in at.work.parameters})
