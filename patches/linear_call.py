@@ -64,8 +64,8 @@ class LinearCall:
     takes_product
         Whether `own_matmul` takes, as a second argument, what a column layer's gather has multiplied, or None.
     module_weight
-        Of a row layer that multiplies with a kernel of its own, which adds this rank's part of the bias, and has no
-        backward. Of `weight` the shape, dtype and device count then. None: the layer multiplies with `weight`.
+        The kernel of a row layer that has its own: it adds this rank's part of the bias, and has no backward. Only
+        shape, dtype and device of `weight` are then read. None: the layer multiplies with `weight`.
     reduce_input_grad
         Whether the input gradient of a column layer is summed over the ranks.
     parts

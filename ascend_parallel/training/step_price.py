@@ -106,7 +106,7 @@ class StepPrice:
         return [priced[id(self._planned.plans[rank])] for rank in self._ranks_of_stages]
 
     def _whole_weights(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return the plan before ZeRO 3 has cut its weights, whose gathers and sums `ReplicatedState` has."""
+        """Return the plan with weights that ZeRO 3 has not cut: `ReplicatedState` prices their gathers and sums."""
         if self._strategy.sharding.zero_stage != 3:
             return plan
         dim = plan.mesh.dim(self._strategy.sharding.dim)

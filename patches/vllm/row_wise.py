@@ -99,8 +99,8 @@ MATMULS = (
 )
 # From vllm-ascend 0.23 on the subclass has a method of its own.
 ASCEND_MATMUL = RowWise(f"{ASCEND}.linear", "AscendUnquantizedLinearMethod", "apply", rows=(1,))
-# Those of quantised layers whose weights alone have few bits, or whose activations have fixed scales or one of each
-# token. Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
+# Matmuls of quantised layers: with weights alone of few bits, or with activations of a fixed scale or one per token.
+# Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
 QUANTISED_MATMULS = (
     RowWise(
         f"{LAYERS}.quantization.compressed_tensors.compressed_tensors",

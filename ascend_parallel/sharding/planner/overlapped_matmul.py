@@ -232,7 +232,7 @@ class ExposedCosts:
 
 
 def _for_prices(settings: Settings) -> Settings:
-    """Return settings that choose chunks for any option, also for those that no plan will have: none is an error.
+    """Return settings that choose chunks for any option without an error, even for one that no plan will have.
 
     Products in the tree are priced as plain chunks; a list of chunk sizes is priced as that number of equal chunks.
     """

@@ -561,7 +561,7 @@ class Search:
 
 
 def _without_averages(options: Sequence[Option], can_be: Sequence[bool]) -> tuple[tuple[Option, ...], tuple[int, ...]]:
-    """Return the options that read only those inputs as averages that can be, and the outputs that can be averages."""
+    """Return the options that read averages only where `can_be` allows them, and the outputs that can be averages."""
     kept = tuple(
         option
         for option in options

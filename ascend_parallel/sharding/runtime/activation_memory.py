@@ -104,7 +104,7 @@ def _torch_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-# The layout, in a key, of what an operator makes for its backward alone. No tensor has an empty layout.
+# The key's layout for what an operator saves beside its inputs and outputs. No tensor has an empty layout.
 INSIDE: Layout = ()
 HELD = (PARAMETER, BUFFER)
 _Tensors = dict[tuple[Value, Layout], float]

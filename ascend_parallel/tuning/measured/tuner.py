@@ -53,7 +53,7 @@ FIRST_ROUNDS = 3  # of a prediction's confirmation; if each of them agrees, the 
 LEAST_GAIN = 0.02  # share of the serial time: a cut must gain more than this in the median of the rounds
 LOST = 1  # rounds that a winning cut may lose
 MOST_CHUNKS = 16
-MOST_UNLIKE = 8  # the parts of a pass with so many times the operations or bytes are measured anew
+MOST_UNLIKE = 8  # a pass with so many times the operations or bytes is measured anew
 FEW = 4  # the model also searches with at most this many chunks, because its cost per chunk is a rough estimate
 LONGER = "; it communicates longer than it multiplies: COC_REGION=auto may hide the rest under other layers"
 
