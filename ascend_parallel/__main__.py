@@ -140,9 +140,9 @@ def verify(arguments: list[str]) -> None:
     import ascend_parallel
     from ascend_parallel.patch_control import CONTROL
     from ascend_parallel.settings import RAREST
-    from ascend_parallel.text import shown, whole
+    from ascend_parallel.text import parse_int, shown
 
-    if options.every is not None and not 1 <= (whole(options.every) or 0) <= RAREST:
+    if options.every is not None and not 1 <= (parse_int(options.every) or 0) <= RAREST:
         parser.error(f"--every {shown(options.every)}: give a whole number of calls from 1 to {RAREST}")
     os.environ["COC_VERIFY"] = options.every or os.environ.get("COC_VERIFY") or "1"
     try:

@@ -29,7 +29,7 @@ from ascend_parallel.settings import (
     require,
     whole_number,
 )
-from ascend_parallel.text import BLANKS, file_text, nearest, toml, whole
+from ascend_parallel.text import BLANKS, file_text, nearest, parse_int, toml
 
 log = logging.getLogger("ascend_parallel")
 
@@ -68,7 +68,7 @@ def read_settings_of_rank(
     try:
         return read_settings(environ, defaults, **overrides)
     except PlanError as error:
-        ranks = dist.get_world_size() if dist.is_initialized() else whole(environ.get("WORLD_SIZE", "1"))
+        ranks = dist.get_world_size() if dist.is_initialized() else parse_int(environ.get("WORLD_SIZE", "1"))
         if "plan" in overrides or ranks in (None, 1):
             raise
         log.error("%s; every rank will raise an error at its first overlapped layer", error)
@@ -142,7 +142,7 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _parse(variable: str, name: str, text: str) -> Any:
     """Return the value of the field `name` from the text of its variable."""
-    word, number = text.strip(BLANKS), whole(text)
+    word, number = text.strip(BLANKS), parse_int(text)
     if name in Settings.switches():
         require(variable, text, word in ("0", "1"), "0 or 1")
         return word == "1"

@@ -31,8 +31,8 @@ from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.patches.applied import NOTHING, Patches, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
+from ascend_parallel.patches.framework_patch import FrameworkPatch, is_installed
 from ascend_parallel.patches.mindspeed import take_over
-from ascend_parallel.patches.seam import Seam, is_installed
 from ascend_parallel.patches.tuned import all_kept_whole
 from ascend_parallel.process_groups import consistency
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, current_settings, put_in_force
@@ -167,11 +167,11 @@ class PatchControl:
                 "export other values, or call configure(num_chunks=4)"
             )
         settings.arithmetic.put_in_force()
-        for seam in wanted(settings):
-            if settings.frameworks is not None or (seam.imported_by_apply and seam.installed):
-                self._patches.apply(seam, settings)
-            elif seam.imported:
-                self._patches.offer(seam, settings)
+        for framework in wanted(settings):
+            if settings.frameworks is not None or (framework.imported_by_apply and framework.installed):
+                self._patches.apply(framework, settings)
+            elif framework.imported:
+                self._patches.offer(framework, settings)
         if not self._patches:
             raise PatchError(f"{self._state()}: {NOTHING}")
 
@@ -179,12 +179,12 @@ class PatchControl:
         """Import and patch all installed frameworks; return why patches do not fit, by the framework's title."""
         errors, settings = {}, current_settings()
         with redirect_stdout(sys.stderr):  # where a framework logs as it is imported: vLLM would among a command's JSON
-            for seam in wanted(settings):
+            for framework in wanted(settings):
                 try:
-                    if seam.installed or settings.frameworks is not None:
-                        self._patches.apply(seam, settings)
+                    if framework.installed or settings.frameworks is not None:
+                        self._patches.apply(framework, settings)
                 except PatchError as error:
-                    errors[seam.title] = str(error)
+                    errors[framework.title] = str(error)
         return errors
 
     def revert(self) -> None:
@@ -232,14 +232,14 @@ class PatchControl:
         return all_kept_whole(current_settings()) or "; ".join(self._patches.why_idle())
 
     def _apply_once_imported(self) -> None:
-        for seam in wanted(current_settings()):
-            if seam.imported:
-                self._patches.offer(seam, current_settings())
-            if seam.name not in self._hooked:
-                self._hooked.add(seam.name)
-                for module in (seam.module, *seam.before):
-                    wrapt.register_post_import_hook(functools.partial(self._imported, seam), module)
-                for module in seam.on_top:
+        for framework in wanted(current_settings()):
+            if framework.imported:
+                self._patches.offer(framework, current_settings())
+            if framework.name not in self._hooked:
+                self._hooked.add(framework.name)
+                for module in (framework.module, *framework.before):
+                    wrapt.register_post_import_hook(functools.partial(self._imported, framework), module)
+                for module in framework.on_top:
                     wrapt.register_post_import_hook(self._patches.extend, module)
         if not self._warns:
             self._warns = True
@@ -265,14 +265,14 @@ class PatchControl:
             log.warning("in place of MindSpeed's CoC, with its arguments: %s", overlap_in_words(settings))
         return True
 
-    def _imported(self, seam: Seam, module: ModuleType) -> None:
+    def _imported(self, framework: FrameworkPatch, module: ModuleType) -> None:
         settings = current_settings()
-        known = module.__name__ == seam.module or seam.module not in sys.modules
-        if settings.enabled and known and seam in wanted(settings):
+        known = module.__name__ == framework.module or framework.module not in sys.modules
+        if settings.enabled and known and framework in wanted(settings):
             try:
-                self._patches.offer(seam, settings)
+                self._patches.offer(framework, settings)
             except PatchError as error:
-                Refusal(error, seam.module).install()
+                Refusal(error, framework.module).install()
                 raise
 
     def _state(self) -> str:

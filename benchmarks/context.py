@@ -72,7 +72,7 @@ def main() -> None:
 
 def _attention_lines(case: AttentionCase, found: dict[str, Any]) -> list[list[str]]:
     times: dict[str, list[float]] = found["times"]
-    one_group, lines, parts = times[f"{case.exchange(RANKS)}, 1 group"], [], parts_of(times)
+    one_group, lines, parts = times[f"{case.chosen_exchange(RANKS)}, 1 group"], [], parts_of(times)
     for name, own in times.items():
         if not name.startswith((COMPUTATION, COMMUNICATION)):
             about = [str(case), *(f"{1e3 * part:.0f}" for part in parts)] if name == SERIAL else [""] * 3
@@ -132,7 +132,7 @@ def steps(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ascend_parallel.patches.transformers import context_parallel
-    from ascend_parallel.patches.transformers.layers import IN_FORCE
+    from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -160,7 +160,7 @@ def steps(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
     def variant(**settings: Any) -> Callable[[], object]:
         """Return the step with `settings`: what a setting has measured stays with it."""
         ascend_parallel.configure(**settings)
-        return partial(with_state, [(IN_FORCE, "framework", IN_FORCE.framework)], step)
+        return partial(with_state, [(ACTIVE_PATCH, "framework", ACTIVE_PATCH.framework)], step)
 
     runs = {f"{count} groups": variant(num_chunks=count) for count in GROUPS[1:]}
     return in_turn({WHOLE: variant(num_chunks=1), **runs, "auto": variant(auto=True)}, rounds)

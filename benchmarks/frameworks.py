@@ -61,8 +61,8 @@ from training import forwards, gpt_step
 import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, read_run
 from ascend_parallel.diagnostics.timeline.table import communicating, length
-from ascend_parallel.patches.torch_native.styles import IN_FORCE as TORCH
-from ascend_parallel.patches.transformers.layers import IN_FORCE as TRANSFORMERS
+from ascend_parallel.patches.torch_native.styles import ACTIVE_PATCH as TORCH
+from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH as TRANSFORMERS
 from ascend_parallel.settings import Settings, current_settings
 
 RANKS, PLAIN, VOCABULARY, FEW_ROUNDS = 2, "plain", 8192, 5

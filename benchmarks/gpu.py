@@ -46,7 +46,7 @@ from measuring import (
 
 import ascend_parallel
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.ops.unfinished import whole
+from ascend_parallel.ops.unfinished import plain_tensor
 
 RANKS, PLAIN = 2, "plain"
 OWN_PARTS = ("layers", "steps", "streams", "profile")
@@ -319,7 +319,7 @@ def _streams(group: dist.ProcessGroup, options: dict[str, Any]) -> list[str]:
             with torch.cuda.stream(stream):
                 if stream is first:
                     torch.cuda._sleep(100_000_000)
-                read[stream] = whole(tensor).clone()
+                read[stream] = plain_tensor(tensor).clone()
         torch.cuda.synchronize()
         name = "the side stream first" if first is side else "the main stream first"
         wrong[name] += not all(torch.equal(each, right) for each in read.values())

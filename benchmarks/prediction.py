@@ -60,7 +60,7 @@ class Line:
     operator: LayerOperator
     name: str
     sizes: tuple[int, ...]
-    parts: PassBreakdown
+    breakdown: PassBreakdown
     serial: float
     measured: float
     predicted: float
@@ -73,7 +73,7 @@ class Line:
     @property
     def e_bound(self) -> float | None:
         """The hidden share of what can be hidden."""
-        return e_bound(self.measured, self.serial, self.parts.computation, self.parts.communication)
+        return e_bound(self.measured, self.serial, self.breakdown.computation, self.breakdown.communication)
 
     @property
     def cells(self) -> list[str]:
@@ -81,7 +81,7 @@ class Line:
         name = self.name if not self.name.startswith("model") else f"{self.name}: {' '.join(map(str, self.sizes))}"
         problem = self.operator.problem
         shape = f"{problem.m},{problem.k},{problem.n}"
-        times = [f"{1e3 * value:.1f}" for value in (self.parts.computation, self.parts.communication)]
+        times = [f"{1e3 * value:.1f}" for value in (self.breakdown.computation, self.breakdown.communication)]
         return [self.rate, self.layer, self.operator.direction, shape, *times, name]
 
 
@@ -144,7 +144,7 @@ def measure(rate: str, rounds: int) -> dict[str, Any]:
 
 def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
-    parts = PassBreakdown(**measured["parts"])
+    breakdown = PassBreakdown(**measured["parts"])
     direction, name, *sizes = (measured[name] for name in ("run", "operator", "m", "k", "n"))
     operator = LayerOperator(direction, Problem(name, *sizes, torch.float32, "cpu", RANKS))
     layer = measured["kind"] + (", sequence" if measured["sequence_parallel"] else ", all-reduce")
@@ -155,10 +155,10 @@ def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
             operator=operator,
             name=name,
             sizes=tuple(sizes),
-            parts=parts,
+            breakdown=breakdown,
             serial=median(measured["times"][SERIAL]),
             measured=median(measured["times"][name]),
-            predicted=seconds(operator.problem, parts, sizes),
+            predicted=seconds(operator.problem, breakdown, sizes),
         )
         for name, sizes in measured["sizes"].items()
     ]
@@ -250,7 +250,7 @@ def _best_e_bounds(lines: list[Line]) -> list[tuple[float, float]]:
     for line in lines:
         key = (line.rate, line.layer, line.operator)
         if line.e_bound is not None and (key not in best or line.e_bound > best[key][1]):
-            best[key] = line.parts.communication / line.parts.computation, line.e_bound
+            best[key] = line.breakdown.communication / line.breakdown.computation, line.e_bound
     return list(best.values())
 
 

@@ -101,7 +101,7 @@ def main(
     micro_batches: predict.MicroBatches = None,
     sequence_parallel: predict.SequenceParallel = None,
     runtime: predict.RuntimeName = MEGATRON.name,
-    recompute: predict.Recompute = "none",
+    recompute: predict.RecomputeKind = "none",
     dtype: predict.Dtype = None,
     launch_us: predict.LaunchTime = None,
     write: Annotated[

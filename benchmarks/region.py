@@ -25,7 +25,7 @@ from region_graph import FORMS, check_shape
 from torch.nn import functional as F
 
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.ops.unfinished import whole
+from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.tuning.bench.results import interval
 
 RANKS = 2
@@ -121,7 +121,7 @@ def _layers(p: Tensors, group: dist.ProcessGroup, settings: Settings, leaves_row
     options: dict[str, Any] = {"group": group, "settings": settings, "leaves_rows": leaves_rows}
     s = _add(row_linear(p["x"], p["proj"], **options), p["bias"], p["residual"])
     h = column_linear(_norm(p, s), p["fc1"], **options)
-    return whole(s + row_linear(F.gelu(h), p["fc2"], **options))
+    return plain_tensor(s + row_linear(F.gelu(h), p["fc2"], **options))
 
 
 def _parts(p: Tensors, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:

@@ -227,7 +227,7 @@ def host_costs() -> list[str]:
     import torch
     import vllm.envs  # noqa: F401  the patches look it up
 
-    from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+    from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
     from ascend_parallel.patches.vllm.row_wise import MATMULS, NORMS, row_wise_call
     from ascend_parallel.settings import Settings
 
@@ -236,7 +236,7 @@ def host_costs() -> list[str]:
 
     framework, x, owner = Vllm(Settings(num_chunks=4), "0.32.0"), torch.zeros(1, 64), SimpleNamespace()
     calls = {
-        "row layer": (row_forward(nothing, framework), (owner, x)),
+        "row layer": (make_row_forward(nothing, framework), (owner, x)),
         "all-reduce": (all_reduce(nothing, framework), (owner, x)),
         "norm": (row_wise_call(nothing, NORMS[0]), (owner, x, x)),
         "matmul": (row_wise_call(nothing, MATMULS[0]), (owner, owner, x, None)),

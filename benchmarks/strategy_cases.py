@@ -112,7 +112,7 @@ def hand_written(model: GPT, batch: Batch, lr: float) -> Step:
     mesh = mesh_of_all()
     place = by_hand.Place(**{name: mesh.get_group(name) for name in ("pipeline", "data", "tensor")})
     stage = by_hand.Stage(model, place)
-    schedule, optimizer = by_hand.Schedule(stage), torch.optim.AdamW(stage.parameters(), lr=lr)
+    schedule, optimizer = by_hand.Schedule1F1B(stage), torch.optim.AdamW(stage.parameters(), lr=lr)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
         mine = my_rows(mesh, len(tokens))

@@ -31,7 +31,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.registry import Choice, cut_into, name_of
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import backend_of
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 
 
 class CallsAhead(Protocol):
@@ -156,10 +156,10 @@ def _finish_collectives(what: str, group: dist.ProcessGroup, device: torch.devic
     such as sums of gradients, run in streams that nobody else can name, so no event stands behind them. This is
     once for a model whose layers are known before its first call, else once for each shape.
     """
-    exchange(group, what, {}, CollectiveError, topic="capture")  # raises before the device is waited for
+    store_all_gather(group, what, {}, CollectiveError, topic="capture")  # raises before the device is waited for
     if torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
-    exchange(group, what, {}, CollectiveError, topic="idle")
+    store_all_gather(group, what, {}, CollectiveError, topic="idle")
 
 
 def _agreed(
@@ -176,7 +176,7 @@ def _agreed(
     starts = dict.fromkeys(asked, 0)
     while asked:
         firsts = {name: one.first_exact(group, device, starts[name]) for name, one in asked.items()}
-        by_rank = exchange(group, what, firsts, CollectiveError).values()
+        by_rank = store_all_gather(group, what, firsts, CollectiveError).values()
         common = [name for name in asked if all(name in found for found in by_rank)]
         for name in common:
             found = [int(rank[name]) for rank in by_rank]

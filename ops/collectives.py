@@ -74,7 +74,7 @@ class Gathers(NamedTuple):
 
 
 def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, keep: bool) -> Gathers:
-    """Return the all-gathers of chunks of x_shard_m [M / R, K], of which no backend copies a chunk to its places.
+    """Return the all-gathers of chunks of x_shard_m [M / R, K], by which no backend copies a chunk to its places.
 
     On gloo, posts the receives of all chunks: see `_send_and_sum`. Only a gather through a buffer needs memory
     beside the gathered rows: as much again, if these are kept.

@@ -277,7 +277,7 @@ def computed(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torc
 
 
 def elements_in_whole_vectors(elements: int, threads: int) -> int:
-    """Return the largest number of elements, `elements` at most, of which every thread's share is whole vectors."""
+    """Return the largest number, at most `elements`, that gives every thread a share of whole vectors."""
     while True:
         shares = max(1, min(threads, -(-elements // GRAIN)))
         whole = elements - elements % (VECTOR * shares)

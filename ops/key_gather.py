@@ -151,7 +151,7 @@ def sent_share(query_heads: int, key_heads: int, ranks: int) -> float:
 
 
 def cut_heads(query_heads: int, key_heads: int, ranks: int, exchange: str) -> int:
-    """Return how many heads of keys an exchange is cut by: those of a rank, or if keys are gathered all.
+    """Return the number of key heads that groups are cut from: a rank's, or all of them where keys are gathered.
 
     Raises `ValueError` if the ranks cannot share the heads.
     """

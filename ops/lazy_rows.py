@@ -147,7 +147,7 @@ class LazyRows:
         return self.pull if alike else self.up_to
 
     def read_by(self, reader: LazyRows) -> Callable[[int], object]:
-        """Note rows that are made of these, and return the `puller` for them."""
+        """Note a reader, whose rows are made of these, and return the `puller` for it."""
         (self._part_of or self)._readers.append(weakref.ref(reader))
         return self.puller(reader)
 
@@ -168,11 +168,11 @@ class LazyRows:
 
     @property
     def is_part(self) -> bool:
-        """Whether these are some rows of others."""
+        """Whether these rows are a part of other rows."""
         return self._part_of is not None
 
     def finish_readers(self) -> None:
-        """Finish the rows that are made of these, which may change."""
+        """Finish the rows that are made of these, before these may change."""
         whole = self._part_of or self
         readers, whole._readers = whole._readers, []
         finish_all(readers)
@@ -255,7 +255,7 @@ class RowPieces:
             self.rows[index] = None
 
     def joined(self) -> torch.Tensor:
-        """Return one memory for all rows, with those that are there; the same for each who asks."""
+        """Return one tensor for all rows, with those that have come; later calls return the same tensor."""
         if self.memory is None:
             memory = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             places = memory.split_with_sizes(self.sizes)

@@ -64,7 +64,7 @@ class NoProduct:
 Blocks = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
 """For each chunk the blocks of rows that are multiplied, [m, K] or [r, m, K], and their places in the product."""
 
-# Weights of which nothing is multiplied: a call's collectives run alone.
+# Weights without a matmul: a call runs its collectives alone.
 ALONE = (MultipliedRows, NoProduct)
 
 

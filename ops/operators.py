@@ -26,7 +26,7 @@ from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operan
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ANY
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
-from ascend_parallel.ops.quantised import Weight, whole
+from ascend_parallel.ops.quantised import Weight, dequantised_weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute
 from ascend_parallel.ops.registry import (
@@ -386,4 +386,4 @@ def _addends(call: OperatorCall, choice: Choice) -> list[torch.Tensor]:
 
 
 def _dequantised(x: QuantisedRows, w: Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.dequantise(), whole(w, x.dtype)
+    return x.dequantise(), dequantised_weight(w, x.dtype)

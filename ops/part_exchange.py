@@ -8,9 +8,9 @@ back. Each part gets the same tensors in the same order as without a cut, so eve
     compute     of the group, by the caller, in place of a matmul
     combine     a collective for each result of the group, back to the ranks that asked for it
 
-The same function runs forward and backward: gradients of the results go the way of the tensors, and what comes back are
-gradients of the tensors. A part may be wanted by all ranks: the dispatch is then a gather, and what comes back are
-summands. ops/expert_exchange.py, ops/head_exchange.py and ops/key_gather.py say what a group of theirs sends.
+The same function runs forward and backward: gradients of the results take the route of the tensors, and gradients of
+the tensors come back. A part may be wanted by all ranks: the dispatch is then a gather, and summands come back.
+ops/expert_exchange.py, ops/head_exchange.py and ops/key_gather.py say what a group of theirs sends.
 
 What a rank sends of a group is joined in a buffer; beyond the serial path a rank holds the buffers of the groups in
 flight, and of those that come back.
@@ -72,11 +72,11 @@ class PartGroup(Protocol):
 
 Group = TypeVar("Group", bound=PartGroup)
 
-Way = Callable[[Group], PartGroup]
-"""Returns how a tensor of a group travels, where it is another way than that of the group's other tensors."""
+Route = Callable[[Group], PartGroup]
+"""Returns how a tensor of a group travels, if not by the route of the group's other tensors."""
 
 
-def own_way(part_group: Group) -> Group:
+def own_route(part_group: Group) -> Group:
     """Return the group itself: its tensors travel as it says."""
     return part_group
 
@@ -89,8 +89,8 @@ def part_exchange(
     group: dist.ProcessGroup,
     choice: Choice,
     *,
-    ways: Sequence[Way[Group]] = (),
-    ways_back: Sequence[Way[Group]] = (),
+    routes: Sequence[Route[Group]] = (),
+    routes_back: Sequence[Route[Group]] = (),
     under_first: Callable[[], object] | None = None,
     under_last: Callable[[], object] | None = None,
 ) -> None:
@@ -99,14 +99,14 @@ def part_exchange(
     rows      tensors that each of `groups` takes its parts from; none if every rank has what it computes
     work      ``work(index, group, received)`` computes a group
     results   a tensor for each that `work` returns, written by the groups; none if results stay where they are
-    ways      how each of `rows` travels, and `ways_back` each of `results`; none: as the groups say
+    routes      how each of `rows` travels, and `routes_back` each of `results`; none: as the groups say
 
     `under_first` runs while no group can run yet, `under_last` while the last results come back. Which of them there
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
     `CollectiveError` if a rank fails.
     """
     with in_timeline(choice, group):
-        _Exchange(rows, groups, results, group, choice, ways, ways_back).run(work, under_first, under_last)
+        _Exchange(rows, groups, results, group, choice, routes, routes_back).run(work, under_first, under_last)
     COUNTS.add(choice.problem.operator, len(groups), len(groups) * (len(rows) + len(results)))
 
 
@@ -120,12 +120,12 @@ class _Exchange:
         results: Rows,
         group: dist.ProcessGroup,
         choice: Choice,
-        ways: Sequence[Way[Any]],
-        ways_back: Sequence[Way[Any]],
+        routes: Sequence[Route[Any]],
+        routes_back: Sequence[Route[Any]],
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
-        self._ways = ways or [own_way] * len(rows)
-        self._ways_back = ways_back or [own_way] * len(results)
+        self._routes = routes or [own_route] * len(rows)
+        self._routes_back = routes_back or [own_route] * len(results)
         self._parts, names = PART_NAMES[choice.problem.operator]
         like = (*rows, *results)[0]
         self._dispatch = Pending(like, f"{names}_dispatch", group, len(groups) * len(rows))
@@ -157,8 +157,8 @@ class _Exchange:
 
     def _send(self, part_group: PartGroup) -> None:
         received: list[torch.Tensor] = []
-        for x, way in zip(self._rows, self._ways, strict=True):
-            sending = way(part_group)
+        for x, route in zip(self._rows, self._routes, strict=True):
+            sending = route(part_group)
             sizes = sending.received_sizes, sending.sent_sizes
             sent = compute(BESIDE, "join rows", sending.join, x)
             out = sent.new_empty(sum(sizes[0]), *sent.shape[1:])
@@ -177,8 +177,8 @@ class _Exchange:
         return received
 
     def _send_back(self, part_group: PartGroup, computed: Rows) -> None:
-        for out, x, way in zip(computed, self._results, self._ways_back, strict=True):
-            self._combine.launch(_send_back, out.contiguous(), way(part_group), x, self._group)
+        for out, x, route in zip(computed, self._results, self._routes_back, strict=True):
+            self._combine.launch(_send_back, out.contiguous(), route(part_group), x, self._group)
 
 
 def _send_back(out: torch.Tensor, part_group: PartGroup, x: torch.Tensor, group: dist.ProcessGroup) -> Work:

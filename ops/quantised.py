@@ -109,7 +109,7 @@ class QuantisedWeight:
 Weight = torch.Tensor | QuantisedWeight
 
 
-def whole(w: Weight, dtype: torch.dtype) -> torch.Tensor:
+def dequantised_weight(w: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a plain weight [K, N] unchanged, or an int8 weight dequantised to `dtype`."""
     return w.dequantise(dtype) if isinstance(w, QuantisedWeight) else w
 

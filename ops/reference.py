@@ -16,7 +16,7 @@ from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, product
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.ops.quantised import Weight, whole
+from ascend_parallel.ops.quantised import Weight, dequantised_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
@@ -39,7 +39,7 @@ def matmul_all_reduce(
 
     With `comm_scales` the ranks exchange int8, and the result is finished. A single rank exchanges and rounds nothing.
     """
-    y_m = compute(MATMUL, "matmul", product, x_m, whole(w, x_m.dtype), row_tile)
+    y_m = compute(MATMUL, "matmul", product, x_m, dequantised_weight(w, x_m.dtype), row_tile)
     for addend in addends:
         compute(BESIDE, "add", y_m.add_, addend)
     communicates = group.size() > 1 and x_m.shape[0] > 0

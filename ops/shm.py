@@ -26,7 +26,7 @@ from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, 
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 
 MAX_RANKS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,7 +189,7 @@ def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
 
     def reports(mine: str) -> list[str]:
         """Return what each rank has to say; no rank goes on before all have come."""
-        by_rank = exchange(
+        by_rank = store_all_gather(
             group,
             "the opening of shared memory",
             {"report": mine},

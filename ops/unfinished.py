@@ -261,7 +261,7 @@ class _Plain(torch.autograd.Function):
         return gradient
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def plain_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows and torch's own memory, in the same autograd graph: for compiled functions."""
     return x._plain() if isinstance(x, UnfinishedTensor) else x
 
@@ -410,9 +410,9 @@ def _register_optimizer_step_pre_hook() -> None:
 def postponed(
     value: torch.Tensor, write: Callable[[], object], reads: Sequence[torch.Tensor], name: str
 ) -> torch.Tensor:
-    """Return `value`, a gradient that ``write()`` writes: in a wait that is idle, when it is read, or as backward ends.
+    """Return the gradient `value`, which ``write()`` fills: in an idle wait, when it is read, or when backward ends.
 
-    reads: the tensors of which it is made; `name` names it in an error, if one of them has changed before.
+    reads: the tensors that ``write()`` reads. `name`: of the gradient, for the error if one of them has changed before.
     """
     progress = LazyRows((1,), lambda _: write(), check=Unchanged(name, list(map(_with_memory, reads))).check)
     reference = weakref.ref(progress)
@@ -527,7 +527,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _described(args: Any, kwargs: Any) -> tuple[list[Any], tuple[Argument, ...], Named] | None:
-    """Return an operator's arguments with the memory of each tensor, and what describes these and those by name.
+    """Return an operator's arguments as plain tensors, and descriptions of the positional and the named arguments.
 
     None: there are tensors in lists, or by name.
     """

@@ -11,16 +11,16 @@ from types import ModuleType
 from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.deepspeed import DEEPSPEED
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch, OnTop, say_once
 from ascend_parallel.patches.megatron import context as megatron_context
 from ascend_parallel.patches.megatron import embedding as megatron_embedding
 from ascend_parallel.patches.megatron import every_degree as megatron_every_degree
 from ascend_parallel.patches.megatron import experts as megatron_experts
-from ascend_parallel.patches.megatron import seam as megatron_core
+from ascend_parallel.patches.megatron import framework_patch as megatron_core
 from ascend_parallel.patches.mindspeed import context as mindspeed_context
 from ascend_parallel.patches.mindspeed import experts as mindspeed_experts
 from ascend_parallel.patches.mindspeed import layernorm_column
-from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam, say_once
-from ascend_parallel.patches.symm_mem.seam import SYMM_MEM
+from ascend_parallel.patches.symm_mem.framework_patch import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
 from ascend_parallel.patches.vllm import VLLM
@@ -29,7 +29,7 @@ from ascend_parallel.settings import Settings
 log = logging.getLogger("ascend_parallel")
 
 EVERY_DEGREE = [OnTop(module, make) for module, make in megatron_every_degree.patch_sets().items()]
-MEGATRON = megatron_core.seam(
+MEGATRON = megatron_core.framework_patch(
     *megatron_embedding.ON_TOP,
     *megatron_experts.ON_TOP,
     megatron_context.ON_TOP,
@@ -38,7 +38,7 @@ MEGATRON = megatron_core.seam(
     mindspeed_experts.ON_TOP,
     *EVERY_DEGREE,
 )
-SEAMS = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
+FRAMEWORK_PATCHES = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
@@ -47,10 +47,14 @@ def _version_of(package: str) -> str:
     return "unknown" if build is None else build[1]
 
 
-def wanted(settings: Settings) -> list[Seam]:
+def wanted(settings: Settings) -> list[FrameworkPatch]:
     """Return the frameworks that COC_FRAMEWORKS names; without it, all that need not be named."""
     named = settings.frameworks
-    return [seam for seam in SEAMS if (not seam.opt_in if named is None else seam.name in named)]
+    return [
+        framework
+        for framework in FRAMEWORK_PATCHES
+        if (not framework.opt_in if named is None else framework.name in named)
+    ]
 
 
 class Patches:
@@ -65,48 +69,50 @@ class Patches:
         """Tell whether any patch is applied."""
         return bool(self._applied)
 
-    def apply(self, seam: Seam, settings: Settings) -> None:
+    def apply(self, framework: FrameworkPatch, settings: Settings) -> None:
         """Import a framework and patch it; a second call does nothing. Raises `PatchError` if it is not as expected."""
-        if seam.name in self._applied:
+        if framework.name in self._applied:
             return
-        if not seam.installed:
-            raise PatchError(f"{seam.title}: found none installed: {NOTHING}")
+        if not framework.installed:
+            raise PatchError(f"{framework.title}: found none installed: {NOTHING}")
         try:
-            importlib.import_module(seam.module)  # the import hook may apply the patches
+            importlib.import_module(framework.module)  # the import hook may apply the patches
         except PatchError:  # of the import hook
             raise
         except Exception as error:
-            version = _version_of(seam.title)
-            if isinstance(error, ModuleNotFoundError) and f"{seam.module}.".startswith(f"{error.name}."):
-                raise PatchError(f"{seam.title}: found version {version}, which has no {seam.module}") from error
+            version = _version_of(framework.title)
+            if isinstance(error, ModuleNotFoundError) and f"{framework.module}.".startswith(f"{error.name}."):
+                raise PatchError(
+                    f"{framework.title}: found version {version}, which has no {framework.module}"
+                ) from error
             why = f"{type(error).__name__}: {error}"
             raise PatchError(
-                f"{seam.title}: found version {version}, whose {seam.module} cannot be imported: {why}"
+                f"{framework.title}: found version {version}, whose {framework.module} cannot be imported: {why}"
             ) from error
-        if seam.name not in self._applied:
-            applied = seam.make(settings)
+        if framework.name not in self._applied:
+            applied = framework.make(settings)
             applied.apply()
-            self._applied[seam.name] = applied
+            self._applied[framework.name] = applied
             if os.environ.get("RANK", "0") == "0":
                 log.info("%s", applied.state())
 
-    def offer(self, seam: Seam, settings: Settings) -> None:
+    def offer(self, framework: FrameworkPatch, settings: Settings) -> None:
         """Patch a framework that has been imported, or leave it as it is and log the reason once on rank 0.
 
         The reason is an error with COC_STRICT=1 or COC_DETERMINISTIC=tp, or if COC_FRAMEWORKS names the framework.
         """
         try:
-            self.apply(seam, settings)
+            self.apply(framework, settings)
         except PatchError as error:
             if settings.insists or settings.frameworks is not None:
                 raise
-            self._left[seam.name] = str(error)
+            self._left[framework.name] = str(error)
             say_once(f"left as it is: {error}")
 
     def extend(self, imported: ModuleType) -> None:
         """Apply patches of a module that frameworks have on top of their layers."""
         for name, applied in self._applied.items():
-            if imported.__name__ in next(seam.on_top for seam in SEAMS if seam.name == name):
+            if imported.__name__ in next(framework.on_top for framework in FRAMEWORK_PATCHES if framework.name == name):
                 applied.extend(imported)
 
     def revert(self) -> dict[str, AppliedPatches]:
@@ -139,23 +145,25 @@ class Patches:
 
     def states(self, settings: Settings) -> dict[str, str]:
         """Return the state of each wanted framework, in words, by its name in COC_FRAMEWORKS."""
-        return {seam.name: self._state(seam) for seam in wanted(settings)}
+        return {framework.name: self._state(framework) for framework in wanted(settings)}
 
-    def _state(self, seam: Seam) -> str:
-        if seam.name in self._applied:
-            return self._applied[seam.name].state()
-        if seam.name in self._left:
-            return f"left as it is: {self._left[seam.name]}"
-        if seam.imported:
-            return f"not applied: {seam.title}'s layers are untouched"
-        what = seam.module.rpartition(".")[0] if seam.title.startswith("torch") else seam.title
-        return f"waiting for the import of {what}{'' if seam.installed else ', which is not installed'}"
+    def _state(self, framework: FrameworkPatch) -> str:
+        if framework.name in self._applied:
+            return self._applied[framework.name].state()
+        if framework.name in self._left:
+            return f"left as it is: {self._left[framework.name]}"
+        if framework.imported:
+            return f"not applied: {framework.title}'s layers are untouched"
+        what = framework.module.rpartition(".")[0] if framework.title.startswith("torch") else framework.title
+        return f"waiting for the import of {what}{'' if framework.installed else ', which is not installed'}"
 
     def summary(self, settings: Settings) -> str:
         """Return the states in a sentence: the patched frameworks', or else the others'."""
         states = self.states(settings)
         told = [name for name in states if name in self._applied or name in self._left]
-        told = told or [seam.name for seam in wanted(settings) if seam.imported or seam.imported_by_apply]
+        told = told or [
+            framework.name for framework in wanted(settings) if framework.imported or framework.imported_by_apply
+        ]
         return "; ".join(states[name] for name in told or states)
 
     def why_idle(self) -> Iterator[str]:

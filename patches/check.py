@@ -39,7 +39,7 @@ from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.process_groups import describe
-from ascend_parallel.process_groups.consistency import exchange, is_capturing
+from ascend_parallel.process_groups.consistency import is_capturing, store_all_gather
 from ascend_parallel.settings import Settings
 
 Tensors = Mapping[str, torch.Tensor]  # operands or results by name
@@ -248,7 +248,7 @@ class Check:
         graded = ", ".join(f"of {name} {operand.requires_grad}" for name, operand in call.operands.items())
         mine = f"call {self._number} of a {self._record.kind}: {self._operands}; "
         mine += f"gradients {graded}" if self._graded else "no gradients"
-        calls_by_rank = exchange(
+        calls_by_rank = store_all_gather(
             self._group,
             f"the check of call {self._number} of {self._record.layer}",
             {"call": mine},
@@ -273,7 +273,7 @@ class Check:
         worst = max(over, key=lambda quantity: over[quantity], default=None)
         failure = None if worst is None else self._failure(direction, worst, pairs[worst], apart[worst])
         what = f"the check of the {direction} of call {self._number} of {self._record.layer}"
-        reports = exchange(self._group, what, {"errors": errors, "failure": failure}, VerificationError)
+        reports = store_all_gather(self._group, what, {"errors": errors, "failure": failure}, VerificationError)
         self._record.add(direction, [report["errors"] for report in reports.values()], self._limit)
         failed = [report for report in reports.values() if report["failure"]]
         if failed:

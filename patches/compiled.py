@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ascend_parallel.ops.unfinished import UnfinishedTensor, whole
+from ascend_parallel.ops.unfinished import UnfinishedTensor, plain_tensor
 from ascend_parallel.patches.base import Function
 
 COMPILED_AWAY = "compiled: the original runs"
@@ -105,11 +105,11 @@ def _finished(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(_finished(each) for each in result)
     if isinstance(result, DTensor) and isinstance(result._local_tensor, UnfinishedTensor):
-        local, (shape, stride) = whole(result.to_local()), (result.shape, result.stride())
+        local, (shape, stride) = plain_tensor(result.to_local()), (result.shape, result.stride())
         return DTensor.from_local(
             local, result.device_mesh, result.placements, run_check=False, shape=shape, stride=stride
         )
-    return whole(result) if isinstance(result, torch.Tensor) else result
+    return plain_tensor(result) if isinstance(result, torch.Tensor) else result
 
 
 def skip_frame(function: Any) -> None:

@@ -1,7 +1,7 @@
 """Linear layers whose weight is a DTensor, and whose forward is installed on the module: which of them are covered.
 
 transformers and torch put forwards on modules when a model is parallelised. No revert reaches these, so an installed
-forward asks `InForce` at each call whether its patch is still in force.
+forward asks `ActivePatch` at each call whether its patch is still in force.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LINEAR = torch._C._nn.linear
 COMPILED = "it is being compiled, and a process group cannot be"
 
 
-class InForce:
+class ActivePatch:
     """The settings that installed forwards run with at present: None after a revert, and before patches are applied."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class InForce:
         self._count = 0
         self._digest = hashlib.sha256()
 
-    def add(self, module: Any, installed: Installed) -> None:
+    def add(self, module: Any, installed: Installation) -> None:
         """Count a layer, and note on the module what is installed on it."""
         vars(module)[INSTALLED] = installed
         self.add_text(f"{type(module).__name__} {module.in_features} {module.out_features} {installed.kind}")
@@ -75,13 +75,13 @@ class InForce:
         return self.framework is not None and self.framework.settings.arithmetic.sums_shared_rows
 
 
-def framework_of_call(in_force: InForce, module: Any, note: Callable[[], None]) -> InstalledLayers | None:
+def framework_of_call(active_patch: ActivePatch, module: Any, note: Callable[[], None]) -> InstalledLayers | None:
     """Return the framework whose forward runs a call; None: the patch is not in force, or the call is being compiled.
 
     A compiled call is an error with COC_DETERMINISTIC=tp and COC_STRICT=1, and otherwise noted by `note`, the module's
     `compiled_note`; but for one that would communicate nothing.
     """
-    framework = in_force.framework
+    framework = active_patch.framework
     if framework is None:
         return None
     if not torch.compiler.is_compiling():
@@ -95,15 +95,15 @@ def framework_of_call(in_force: InForce, module: Any, note: Callable[[], None]) 
     return None
 
 
-def compiled_note(in_force: InForce, module: Any) -> Callable[[], None]:
+def compiled_note(active_patch: ActivePatch, module: Any) -> Callable[[], None]:
     """Return what notes, while torch.compile traces it, that the original of `module` is compiled."""
     noted = ref(module)
 
     @at_tracing
     def note() -> None:
         layer = noted()
-        if in_force.framework is not None and layer is not None:
-            in_force.framework.note_compiled(type(layer).__name__, layer)
+        if active_patch.framework is not None and layer is not None:
+            active_patch.framework.note_compiled(type(layer).__name__, layer)
 
     return note
 
@@ -111,10 +111,10 @@ def compiled_note(in_force: InForce, module: Any) -> Callable[[], None]:
 class InstalledLayers(Framework):
     """A framework that installs forwards on modules, and the settings of its patched layers."""
 
-    def __init__(self, settings: Settings, title: str, version: str, in_force: InForce) -> None:
-        """Hold the settings; ranks compare the version and the layers of `in_force`."""
+    def __init__(self, settings: Settings, title: str, version: str, active_patch: ActivePatch) -> None:
+        """Hold the settings; ranks compare the version and the layers of `active_patch`."""
         super().__init__(settings)
-        self._title, self._version, self._in_force = title, version, in_force
+        self._title, self._version, self._active_patch = title, version, active_patch
         self._without_dropout: WeakSet[Any] = WeakSet()
         self.uncompiled: WeakSet[Any] = WeakSet()  # modules whose forward has run outside of graphs
         self._loss_checks = settings.arithmetic.tree_needs(refuse_loss_parallel)
@@ -125,14 +125,14 @@ class InstalledLayers(Framework):
         Forwards that were installed under earlier patches are overlapped again.
         """
         super().put_in_force()
-        self._in_force.framework = self
+        self._active_patch.framework = self
         for install in self.settings.arithmetic.tree_needs(install_norms, install_refusals):
             install()
 
     def put_out_of_force(self) -> None:
         """Have installed forwards run the framework's own, and DTensor its own norms."""
         super().put_out_of_force()
-        self._in_force.framework = None
+        self._active_patch.framework = None
         remove_norms()
         remove_refusals()
 
@@ -184,8 +184,8 @@ class InstalledLayers(Framework):
         A row layer shares its rows as the layer of `problem` does; how a column layer gathers its rows is known in its
         call alone.
         """
-        installed: Installed | None = vars(layer).get(INSTALLED)
-        if installed is None or installed.in_force.framework is not self or installed.left_alone(layer):
+        installed: Installation | None = vars(layer).get(INSTALLED)
+        if installed is None or installed.active_patch.framework is not self or installed.left_alone(layer):
             return None
         shares_rows, ranks = problem.operator != ALL_REDUCE, group.size()
         if installed.group is not group or (shares_rows and installed.kind == COLUMN):
@@ -210,7 +210,7 @@ class InstalledLayers(Framework):
         title = self._title
         return {
             f"version of {title}": self._version,
-            f"parallel layers of {title}": self._in_force.layers,
+            f"parallel layers of {title}": self._active_patch.layers,
         }
 
 
@@ -231,10 +231,10 @@ def refuse_dropout(model: torch.nn.Module) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Installed:
+class Installation:
     """What was installed on a module.
 
-    in_force
+    active_patch
         Whether its patch is still in force.
     kind
         "column" or "row"; None: a style that is left as it is.
@@ -250,7 +250,7 @@ class Installed:
     run (`left_alone`). A deep copy of a module shares it.
     """
 
-    in_force: InForce
+    active_patch: ActivePatch
     kind: str | None
     mesh: Any
     reason: str | None
@@ -258,9 +258,9 @@ class Installed:
 
     def __post_init__(self) -> None:
         """Note which calls are overlapped."""
-        object.__setattr__(self, "between_graphs", self.in_force.between_graphs)
+        object.__setattr__(self, "between_graphs", self.active_patch.between_graphs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Installation:
         """Return itself: its mesh is the copy's, too."""
         return self
 
@@ -272,7 +272,7 @@ class Installed:
 
     def communicates_nothing(self) -> bool:
         """Tell whether a call is the framework's own because its group has one rank."""
-        framework = self.in_force.framework
+        framework = self.active_patch.framework
         alone = framework is None or not framework.settings.arithmetic.forms_every_product
         return alone and self.group.size() == 1
 
@@ -282,16 +282,16 @@ class Installed:
 
     def compiled_away(self, module: Any, how: Compiled) -> bool:
         """Tell whether the original of the module is compiled, as `Framework.compiled_away` does."""
-        framework = self.in_force.framework
+        framework = self.active_patch.framework
         return framework is not None and framework.compiled_away(module, how, original=not self.between_graphs)
 
     def left_alone(self, module: Any) -> str | None:
         """Return the reason why the module's own forward must run, the same on all ranks, or None."""
-        if self.reason is not None or self.in_force.framework is None:
+        if self.reason is not None or self.active_patch.framework is None:
             return self.reason or "overlap is switched off"
         if torch.compiler.is_compiling():
             return COMPILED
-        if self.group.size() == 1 and not self.in_force.framework.settings.arithmetic.forms_every_product:
+        if self.group.size() == 1 and not self.active_patch.framework.settings.arithmetic.forms_every_product:
             return ONE_RANK
         cut, ranks = module.out_features if self.kind == "column" else module.in_features, self.group.size()
         if cut % ranks:
@@ -300,7 +300,7 @@ class Installed:
 
     def replaced(self, module: Any) -> str | None:
         """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
-        framework, kind = self.in_force.framework, type(module)
+        framework, kind = self.active_patch.framework, type(module)
         if not is_linear(kind):
             reason = f"its class is {full_name(kind)} now"
             if not calls_linear(kind) or (framework is not None and framework.settings.arithmetic.forbids(reason)):
@@ -316,7 +316,7 @@ class Installed:
         beside_others
             Whether torch.nn.Linear's own forward runs so too, beside layers of other classes.
         """
-        framework, replaced = self.in_force.framework, self.replaced(module)
+        framework, replaced = self.active_patch.framework, self.replaced(module)
         assert framework is not None
         if replaced is not None:
             framework.log_replaced(module, replaced)
@@ -355,9 +355,9 @@ def is_linear(kind: type) -> bool:
     return kind is torch.nn.Linear or kind.__bases__ == (sharded, torch.nn.Linear)
 
 
-def installed_on(module: Any) -> Installed:
+def installed_on(module: Any) -> Installation:
     """Return what was installed on a module."""
-    found: Installed = vars(module)[INSTALLED]
+    found: Installation = vars(module)[INSTALLED]
     return found
 
 
@@ -419,7 +419,7 @@ def replicated(x: torch.Tensor, mesh: Any) -> DTensor:
 
 
 def matmul_by(
-    forward: Callable[[DTensor], Any], installed: Installed, watched: Any = None
+    forward: Callable[[DTensor], Any], installed: Installation, watched: Any = None
 ) -> Callable[..., torch.Tensor]:
     """Return what multiplies by a forward of a layer that takes and gives DTensors, without its collectives.
 

@@ -46,29 +46,29 @@ def exchanged_attention(
     attention: Attention,
     group: dist.ProcessGroup,
     framework: Framework | None,
-    way: str = HEADS,
+    exchange: str = HEADS,
     own: Own | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
-    operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. way:
+    operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. exchange:
     `HEADS` or `GATHER`. own: the framework's own exchange around its attention, which runs where groups were measured
     to gain nothing, and with which checks compare; None: one group runs then, and checks have torch's collectives.
     """
     if framework is None:
         current_settings().arithmetic.refuse("context parallelism has no tree")
         ATTENTION[module] = 1
-        return run_attention(*operands, attention, group=group, settings=Settings(), exchange=way)
+        return run_attention(*operands, attention, group=group, settings=Settings(), exchange=exchange)
     _announce(framework, group)
     framework.confirm_plan(group, operands[0].device)
     framework.confirm(group)()
-    chunks = _chunks_for(framework, operands, attention, group, way, own)
+    chunks = _chunks_for(framework, operands, attention, group, exchange, own)
     if chunks.original and own is not None:
         ATTENTION[module] = "not overlapped: groups of heads gain nothing over the framework's own exchange"
         return own(*operands)
     settings = chunks.settings
-    ATTENTION[module] = len(attention_choice(*operands, group, settings, way).sizes)
-    run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=way)
+    ATTENTION[module] = len(attention_choice(*operands, group, settings, exchange).sizes)
+    run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=exchange)
     if framework.verifier is None:
         return run(*operands)
     names = "input", "keys", "values"
@@ -77,10 +77,10 @@ def exchanged_attention(
         q, k, v = (given[name] for name in names)
         if own is not None:
             return {"output": own(q, k, v)}
-        return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=way)}
+        return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=exchange)}
 
     def operators(direction: str) -> str:
-        choice = attention_choice(*operands, group, settings, way)
+        choice = attention_choice(*operands, group, settings, exchange)
         return f"Its {direction} ran {name_of(choice.problem)} in groups of heads {list(choice.sizes)}"
 
     checked = CheckedCall(
@@ -110,7 +110,7 @@ def _chunks_for(
     operands: Operands,
     attention: Attention,
     group: dist.ProcessGroup,
-    way: str,
+    exchange: str,
     own: Own | None,
 ) -> Chunks:
     """Return in how many groups an exchange runs, as measured at its first call or for the plan.
@@ -127,19 +127,23 @@ def _chunks_for(
             if settings is None and in_turn is not None:
                 made = in_turn(q, k, v)
             else:
-                made = run_attention(q, k, v, attention, group=group, settings=settings or Settings(), exchange=way)
+                made = run_attention(
+                    q, k, v, attention, group=group, settings=settings or Settings(), exchange=exchange
+                )
             torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
 
-    problem = attention_problem(*operands, group, way)
+    problem = attention_problem(*operands, group, exchange)
     chunks = framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device)
     original = chunks.original or framework.part_groups.keeps_original(problem, group)
     return chunks._replace(original=original and not watched)
 
 
-def log_exchange(where: str, way: str, why: str, *, asked: bool) -> None:
-    """Log which way heads take, and why; a gather that nobody asked for, whose bits are others, is a warning."""
-    how = "keys and values are gathered" if way == GATHER else "heads are exchanged"
-    log.log(logging.WARNING if way == GATHER and not asked else logging.INFO, "%s: %s, because %s", where, how, why)
+def log_exchange(where: str, exchange: str, why: str, *, asked: bool) -> None:
+    """Log which exchange runs, and why; a gather that nobody asked for, whose bits are others, is a warning."""
+    how = "keys and values are gathered" if exchange == GATHER else "heads are exchanged"
+    log.log(
+        logging.WARNING if exchange == GATHER and not asked else logging.INFO, "%s: %s, because %s", where, how, why
+    )
 
 
 def _announce(framework: Framework, group: dist.ProcessGroup) -> None:

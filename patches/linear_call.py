@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.record import MATMUL, compute
-from ascend_parallel.ops.unfinished import whole
+from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
 from ascend_parallel.overlap.linear import run_column, run_module_row, run_row
@@ -64,8 +64,8 @@ class LinearCall:
     takes_product
         Whether `own_matmul` takes, as a second argument, what a column layer's gather has multiplied, or None.
     module_weight
-        Of a row layer that multiplies with a kernel of its own, which adds this rank's part of the bias, and has no
-        backward. Of `weight` the shape, dtype and device count then. None: the layer multiplies with `weight`.
+        The kernel of a row layer that has its own: it adds this rank's part of the bias, and has no backward. Only
+        shape, dtype and device of `weight` are then read. None: the layer multiplies with `weight`.
     reduce_input_grad
         Whether the input gradient of a column layer is summed over the ranks.
     parts
@@ -298,7 +298,7 @@ def _run_own_matmul(
         with own_weight:
             return own_matmul(x, *products) if products else own_matmul(x)
     with torch._C.DisableTorchFunction():
-        x = whole(x)
+        x = plain_tensor(x)
     with own_weight:
         y = own_matmul(x)
     return row_output(y, x, call.weight, layer, call.sequence_dim)

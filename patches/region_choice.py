@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.clocks import finish, runs_ahead
 from ascend_parallel.ops.unfinished import finished
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange, refuse_while_capturing
+from ascend_parallel.process_groups.consistency import DisagreementError, refuse_while_capturing, store_all_gather
 from ascend_parallel.settings import Settings
 
 log = logging.getLogger("ascend_parallel")
@@ -281,7 +281,9 @@ class Trial:
         if len(self.seconds) < len(TURNS) or self.group is None:
             return None
         mine = {"seconds": self.seconds, "host": self.host if self._runs_ahead else []}
-        by_rank = exchange(self.group, "the decision of COC_REGION=auto", mine, DisagreementError, topic="region")
+        by_rank = store_all_gather(
+            self.group, "the decision of COC_REGION=auto", mine, DisagreementError, topic="region"
+        )
         seconds, host = (
             [max(turn) for turn in zip(*(each[name] for each in by_rank.values()), strict=True)] for name in mine
         )

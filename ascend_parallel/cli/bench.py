@@ -119,7 +119,7 @@ def bench(
 
     if moe is not None or context is not None:
         with errors("bench", LinkError):
-            parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device, every_way=True)
+            parts = _parts_of(moe, context, shared, model, shape, tp, dtype, chunks, device, every_exchange=True)
             refuse_unread(ctx, parts.option)
             _bench_parts(parts, tp, rounds, link, as_json)
         return
@@ -179,11 +179,11 @@ def _parts_of(
     chunks: str,
     device: str | None,
     *,
-    every_way: bool = False,
+    every_exchange: bool = False,
 ) -> _PartsRequest:
     """Return what --moe or --context asks for; raises `PlanningError` for what is not allowed.
 
-    every_way: as many groups as any exchange allows, not only the one that runs.
+    every_exchange: as many groups as any exchange allows, not only the one that runs.
     """
     from ascend_parallel.cli.bench_request import chunk_counts, requested_device
     from ascend_parallel.ops.key_gather import EXCHANGES
@@ -203,7 +203,7 @@ def _parts_of(
     else:
         case = ExpertsCase.parse(moe or "", shared, dtype, tp)
     most = case.parts(tp)
-    if every_way and isinstance(case, AttentionCase):
+    if every_exchange and isinstance(case, AttentionCase):
         most = max(case.parts(tp, exchange) for exchange in EXCHANGES)
     groups = [count for count in chunk_counts(chunks) if count <= most]
     return _PartsRequest(option=option, module=type(case).__module__, case=case, groups=groups)

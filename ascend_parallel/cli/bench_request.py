@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
 from ascend_parallel.overlap.layer_shape import ROW
-from ascend_parallel.text import shown, whole
+from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.predictions import collectives, known_hardware, predictions
 from ascend_parallel.tuning.bench.results import Row
 from ascend_parallel.tuning.bench.shapes import as_plain, scaled, shape_linears
@@ -212,7 +212,7 @@ def requested_device(requested: str | None, ranks: int, link: str | None) -> str
 
 def chunk_counts(chunks: str) -> list[int]:
     """Return the counts of --chunks."""
-    counts = [whole(text) or 0 for text in chunks.split(",")]
+    counts = [parse_int(text) or 0 for text in chunks.split(",")]
     if min(counts) < 2 or max(counts) > 64:
         raise PlanningError(
             f"--chunks {shown(chunks)}: give counts from 2 to 64, such as 2,4,8; one chunk is timed anyway"

@@ -65,9 +65,9 @@ def doctor(
 def _heads(text: str) -> ContextRequest:
     """Read ``HEADS,KEYS,RANKS``."""
     from ascend_parallel.diagnostics.doctor import ContextRequest
-    from ascend_parallel.text import shown, whole
+    from ascend_parallel.text import parse_int, shown
 
-    counts = [whole(part) or 0 for part in text.split(",")]
+    counts = [parse_int(part) or 0 for part in text.split(",")]
     if len(counts) != 3 or min(counts) < 1:
         raise typer.BadParameter(
             f"{shown(text)} is not allowed: give HEADS,KEYS,RANKS such as 32,8,4", param_hint="--context"

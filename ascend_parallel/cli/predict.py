@@ -123,7 +123,7 @@ RuntimeName = Annotated[
     ),
 ]
 RecomputeLayers = Annotated[int, typer.Option(min=0, help="Layers of each stage that are recomputed; 0: all.")]
-Recompute = Annotated[str, typer.Option(help="Activation recompute: none, selective or full.")]
+RecomputeKind = Annotated[str, typer.Option(help="Activation recompute: none, selective or full.")]
 Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: the hardware's.")]
 LaunchTime = Annotated[float | None, typer.Option(min=0, max=1e6, help="Host microseconds per matmul or collective.")]
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with the lanes of a step with the best chunks.")]
@@ -159,7 +159,7 @@ def predict(
     zero: Zero = 0,
     overlap_gradients: OverlapGradients = None,
     runtime: RuntimeName = None,
-    recompute: Recompute = "none",
+    recompute: RecomputeKind = "none",
     recompute_layers: RecomputeLayers = 0,
     dtype: Dtype = None,
     launch_us: LaunchTime = None,

@@ -18,7 +18,7 @@ import typer
 
 from ascend_parallel.cli.options import MINDFORMERS, MOST_RANKS, MOST_ROWS
 from ascend_parallel.cli.output import errors, needs_file, needs_sharding, progress_console
-from ascend_parallel.text import nearest, shown, whole
+from ascend_parallel.text import nearest, parse_int, shown
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         names.append(name)
-        sizes.append(whole(size) or 0)
+        sizes.append(parse_int(size) or 0)
     if not all(names) or min(sizes) < 1:
         raise ValueError(f"--mesh {shown(text)}: give names and sizes, such as dp=2,mp=4")
     if prod(sizes) > MOST_RANKS:

@@ -36,13 +36,13 @@ def try_overlap(
     from ascend_parallel.diagnostics.trial import TrialError
     from ascend_parallel.diagnostics.trial import try_overlap as compared
     from ascend_parallel.settings import Settings
-    from ascend_parallel.text import shown, whole
+    from ascend_parallel.text import parse_int, shown
 
     with errors("try"), progress_console(as_json).status("starting") as status:
         if math.isnan(limit):  # passes the parser's bounds
             raise ValueError(f"--limit {limit}: give seconds from 1 to {DAY}")
         if chunks != "auto":
-            number = whole(chunks)
+            number = parse_int(chunks)
             if number is None:
                 raise ValueError(f"--chunks {shown(chunks)}: give auto, or a whole number")
             Settings(num_chunks=number)

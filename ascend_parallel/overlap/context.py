@@ -45,14 +45,14 @@ from ascend_parallel.ops.key_gather import (
     pieces_of,
 )
 from ascend_parallel.ops.operators import log_once
-from ascend_parallel.ops.part_exchange import Rows, Way, own_way, part_exchange
+from ascend_parallel.ops.part_exchange import Route, Rows, own_route, part_exchange
 from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
 from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups import describe
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 
 Part = HeadGroup | KeyGroup
@@ -114,7 +114,7 @@ def run_attention(
     their results: `attention` then gets the rows that stay, and those of the borrower. None: all rows stay.
 
     What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
-    `DisagreementError` if their tensors or ways differ, `CollectiveError` if a rank fails.
+    `DisagreementError` if their tensors or exchanges differ, `CollectiveError` if a rank fails.
     """
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
@@ -269,7 +269,7 @@ def confirm_shapes(
         return
     graded = _graded_names(x.requires_grad for x in (q, k, v)) if torch.is_grad_enabled() else ""
     with hide_from_selective_checkpoint():
-        by_rank = exchange(group, mine, {"tensors": mine, "graded": graded}, DisagreementError, topic="context")
+        by_rank = store_all_gather(group, mine, {"tensors": mine, "graded": graded}, DisagreementError, topic="context")
     asked = {value["graded"] for value in by_rank.values()} - {""}
     if any(value["tensors"] != mine for value in by_rank.values()) or len(asked) > 1:
         words = {rank: "; ".join(filter(None, value.values())) for rank, value in by_rank.items()}
@@ -290,7 +290,9 @@ def confirm_gradients(needed: Sequence[bool], group: dist.ProcessGroup, operator
     confirmed = _CONFIRMED.setdefault(group, set())
     if mine in confirmed or group.size() == 1:
         return
-    by_rank = exchange(group, f"backward of {mine}", {"graded": mine}, DisagreementError, topic="context backward")
+    by_rank = store_all_gather(
+        group, f"backward of {mine}", {"graded": mine}, DisagreementError, topic="context backward"
+    )
     if any(value["graded"] != mine for value in by_rank.values()):
         what = "; ".join(f"rank {rank}: {value['graded']}" for rank, value in by_rank.items())
         raise DisagreementError(
@@ -353,8 +355,10 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
 
     if call.lends:
         rows, lent = [_lent(q), *operands[1:]], [_lent(output)]
-        ways: list[Way[Part]] = [_lent_way, own_way, own_way]
-        part_exchange(rows, call.groups, attend, lent, call.group, call.choice, ways=ways, ways_back=[_lent_way])
+        routes: list[Route[Part]] = [_lent_route, own_route, own_route]
+        part_exchange(
+            rows, call.groups, attend, lent, call.group, call.choice, routes=routes, routes_back=[_lent_route]
+        )
     elif call.gathers:
         part_exchange(operands[1:], call.groups, attend, [], call.group, call.choice)
     else:
@@ -385,9 +389,11 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
     if call.lends:
         d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
         sums = [d_x for d_x in gradients[1:] if d_x is not None]
-        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_way] * len(d_lent)
-        ways: list[Way[Part]] = [*lent, *([own_way] * len(sums))]
-        part_exchange(rows, call.groups, attend, results, call.group, call.choice, ways=[_lent_way], ways_back=ways)
+        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_route] * len(d_lent)
+        routes: list[Route[Part]] = [*lent, *([own_route] * len(sums))]
+        part_exchange(
+            rows, call.groups, attend, results, call.group, call.choice, routes=[_lent_route], routes_back=routes
+        )
     elif not call.gathers:
         wanted = [d_x for d_x in gradients if d_x is not None]
         part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
@@ -404,7 +410,7 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
     return x[kept_rows(len(x)) :]
 
 
-def _lent_way(keys: Part) -> LentRows:
+def _lent_route(keys: Part) -> LentRows:
     assert isinstance(keys, LentKeyGroup)
     return keys.lent
 

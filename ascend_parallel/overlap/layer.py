@@ -20,7 +20,13 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
-from ascend_parallel.ops.unfinished import in_backward, may_be_filled_later, may_stay_unfinished, unfinished, whole
+from ascend_parallel.ops.unfinished import (
+    in_backward,
+    may_be_filled_later,
+    may_stay_unfinished,
+    plain_tensor,
+    unfinished,
+)
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.digests import write_digests
 from ascend_parallel.overlap.layer_shape import BACKWARD, LayerShape
@@ -194,7 +200,7 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
             if active or torch.is_autocast_enabled(given.device.type):
                 found = guarded(ctx, given, dy, *more)
-                return tuple(map(whole, found)) if torch.is_grad_enabled() else found
+                return tuple(map(plain_tensor, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
 
         @functools.wraps(backward)

@@ -64,11 +64,11 @@ class _SharedColumnLinear(torch.autograd.Function):
         group, settings = layer.group, layer.settings
         addends = [] if dx is None else [rows_of(dx.contiguous()).to(ctx.x_dtype)]
         options: dict[str, Any] = {"addends": addends}
-        left = dy
-        if left is None:
+        operand = dy
+        if operand is None:
             assert dx is not None
-            left, options = addends[0].new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addends[0]}
-        with start_matmul_reduce_scatter(left, weight, group, settings, layout=ROW_MAJOR, **options) as pending:
+            operand, options = addends[0].new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addends[0]}
+        with start_matmul_reduce_scatter(operand, weight, group, settings, layout=ROW_MAJOR, **options) as pending:
             dw = None if dy is None else weight_gradient_of(layer, gathered, dy)
             dx_shard = pending.wait()
         return dx_shard.view(ctx.x_shape), dw, db, None

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 30.0
 # The topic of what ranks tell about `configure`, to all ranks.
 CONFIGURE = "configure"
-# The outcome of an exchange to which all ranks have come; any other outcome is an error message.
+# The outcome of a rendezvous to which all ranks have come; any other outcome is an error message.
 COMPLETE = "complete"
 CALLED_ALIKE = (
     "it has stopped, or called the layer another number of times (a layer has to be called alike on every rank of its "
@@ -71,7 +71,7 @@ class SettingsAgreement:
             self.confirmed.add(group)
 
 
-def exchange(
+def store_all_gather(
     group: dist.ProcessGroup,
     place: str,
     value: Mapping[str, Any],
@@ -81,23 +81,23 @@ def exchange(
     hint: str = CALLED_ALIKE,
     limit: float | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Send `value` to the other ranks of `group`; return every rank's value by global rank.
+    """All-gather `value` through the store of `group`, without a collective; return the values by global rank.
 
     place
         The place in the program where ranks wait, in words; part of the error.
     value
         Plain values that JSON can hold.
     topic
-        Exchanges of another topic or error class are counted apart, and never meet this one.
+        Calls of another topic or error class are counted apart, and never meet this one.
     hint
         Why a rank may be missing; part of the error.
     limit
         Seconds to wait; None: the time limit of the group or of its store, whichever is shorter.
 
-    Every rank of the group calls this. Raises `error` while a graph is captured: a replay would not exchange anything.
+    Every rank of the group calls this. Raises `error` while a graph is captured: a replay would gather nothing.
     Raises `error` with the ranks that did not come within the limit; sooner if a missing rank refused its settings
-    (`refuse`). Either every rank that came gets the values, or every one raises. A rank that comes after that meets the
-    others' next exchange.
+    (`refuse`). Either every rank that came gets the values, or every one raises. A rank that comes later meets the
+    others' next call.
     """
     me = dist.get_rank()
     refuse_while_capturing(place, error)
@@ -153,11 +153,11 @@ def confirm_same(
     """Raise `DisagreementError` on every rank unless `mine` is the same on all ranks; return the first rank's seed.
 
     The error reads ``<problem>: <name> is <value> on rank 0, ...; ... . <cure>``. The seed is that of torch's default
-    generator. `options` are those of `exchange`.
+    generator. `options` are those of `store_all_gather`.
     """
     if group is None:
         raise RuntimeError(f"{place} needs torch.distributed.init_process_group, on every rank")
-    values = exchange(group, place, {**mine, "seed": torch.initial_seed()}, DisagreementError, **options)
+    values = store_all_gather(group, place, {**mine, "seed": torch.initial_seed()}, DisagreementError, **options)
     seeds = {rank: int(value.pop("seed")) for rank, value in values.items()}
     if differences := differing(values):
         texts = [f"{name} is {by_rank}" for name, by_rank in differences.items()]

@@ -25,7 +25,7 @@ _SHOWN.maxlong = 60
 _SHOWN.maxdict = _SHOWN.maxlist = _SHOWN.maxtuple = 16
 
 
-def whole(text: str) -> int | None:
+def parse_int(text: str) -> int | None:
     """Return the number written in up to 18 ASCII digits, or None for any other text.
 
     A leading sign and surrounding blanks are allowed. `int` would also accept digits of every script, underscores and

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.pending import run_collective
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh, default_device
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
@@ -127,7 +127,7 @@ class BatchCheck:
             return ""
         assert dist.group.WORLD is not None
         mine = {"problem": problem, "batch": {name: f"{_described(leaf)} ({_bits(leaf)})" for name, leaf in leaves}}
-        messages = exchange(dist.group.WORLD, "the training step", mine, DisagreementError)
+        messages = store_all_gather(dist.group.WORLD, "the training step", mine, DisagreementError)
         for rank, message in messages.items():
             if message["problem"]:
                 return f"rank {rank}: {message['problem']}"

@@ -378,14 +378,14 @@ class Explanation:
             prefetch=self._strategy.pipeline.schedule not in SPLIT,
             part=part,
         )
-        saved = [saved_bytes(plan, rank_plan.schedule, each, part=part) for each in (Recompute(), self.recompute)]
+        saved = [saved_bytes(plan, rank_plan.fused_plan, each, part=part) for each in (Recompute(), self.recompute)]
         return _Stage(
             name,
             plan,
             self._memory(plan, self._strategy.sharding.zero_stage),
             (saved[0], saved[1]),
             live,
-            rank_plan.schedule.fused,
+            rank_plan.fused_plan.fused,
             buckets(rank_plan.summed, bucket_bytes),
             tuple(group for groups in rank_plan.prefetches.values() for group in groups),
             step_collectives(self._strategy, rank_plan),

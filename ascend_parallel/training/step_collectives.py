@@ -139,7 +139,7 @@ class _Counting:
         yield from self._of_program(compile_plan(self._rank_plan, self._plan.graph, gradients=True))
         if self._scatters_each:
             # Sums over the replicas wait for the optimizer alone: it reduce-scatters them in each backward.
-            waiting = [each for each in self._rank_plan.summed if self._dim in (*each.dims, *each.whole)]
+            waiting = [each for each in self._rank_plan.summed if self._dim in (*each.dims, *each.full_dims)]
             others = [each for each in self._rank_plan.summed if each not in waiting]
             for each in waiting:
                 yield from self._sum([each], [dim for dim in each.dims if dim != self._dim])
@@ -160,7 +160,7 @@ class _Counting:
             yield from self._bucket_sums(self._rank_plan.summed)
             # What earlier backwards have left is summed apart if every rank of a dimension has the full gradient.
             left = self._held if self._strategy.backwards > 1 else ()
-            yield from self._bucket_sums(sorted((each for each in left if each.whole), key=lambda each: each.name))
+            yield from self._bucket_sums(sorted((each for each in left if each.full_dims), key=lambda each: each.name))
         if self._scatters and self._dim is not None:  # which gradients there are: two flags for each
             yield self._one(ALL_REDUCE, self._dim, 2 * len(self._replicated))
         if self._strategy.max_norm is not None or self._strategy.amp.dtype == "float16":
@@ -225,11 +225,11 @@ class _Counting:
 
     def _kernel(self, instruction: RunKernel, again: bool) -> Iterator[Collectives]:
         """Yield the collectives of a matmul that overlaps with them, or of several that run as one."""
-        kernel, schedule = instruction.kernel, self._rank_plan.schedule
+        kernel, fused_plan = instruction.kernel, self._rank_plan.fused_plan
         column, rows = isinstance(kernel, ColumnKernel), kernel.row_dim is not None
         node = self._plan.graph.nodes[kernel.nodes[0]]
         value = node.inputs[kernel.matmuls[0].x] if column else node.values[0]
-        layout = schedule.inputs[node.name][kernel.matmuls[0].x] if column else schedule.layouts[value]
+        layout = fused_plan.inputs[node.name][kernel.matmuls[0].x] if column else fused_plan.layouts[value]
         whole = with_placement(layout, kernel.mesh_dim, REPLICATE)
         nbytes = self._plan.graph.meta(value).local_bytes(whole, self._plan.mesh.shape)
         inward, outward = ALL_GATHER if rows else None, REDUCE_SCATTER if rows else ALL_REDUCE
@@ -246,7 +246,7 @@ class _Counting:
     @cached_property
     def _held(self) -> list[SummedGradient]:
         """The gradients as backwards without sums leave them: to be summed over each dimension that holds copies."""
-        return [replace(each, dims=tuple(sorted((*each.dims, *each.whole)))) for each in self._rank_plan.summed]
+        return [replace(each, dims=tuple(sorted((*each.dims, *each.full_dims)))) for each in self._rank_plan.summed]
 
     def _bucket_sums(self, gradients: Sequence[SummedGradient]) -> Iterator[Collectives]:
         """Yield the sums of gradients over ranks, in buckets (`GradientReducer`)."""

@@ -106,7 +106,7 @@ class StepPrice:
         return [priced[id(self._planned.plans[rank])] for rank in self._ranks_of_stages]
 
     def _whole_weights(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return the plan before ZeRO 3 has cut its weights, whose gathers and sums `ReplicatedState` has."""
+        """Return the plan with weights that ZeRO 3 has not cut: `ReplicatedState` prices their gathers and sums."""
         if self._strategy.sharding.zero_stage != 3:
             return plan
         dim = plan.mesh.dim(self._strategy.sharding.dim)
@@ -166,9 +166,9 @@ class StepPrice:
                 itemsize=itemsize,
                 replicas=replicas,
                 collective=partial(_seconds, plan.costs, dim or 0),
-                around=[partial(_seconds, plan.costs, each, ALL_REDUCE) for each in around],
+                further_sums=[partial(_seconds, plan.costs, each, ALL_REDUCE) for each in further_dims],
             )
-            for (itemsize, replicas, around), (elements, own) in kinds.items()
+            for (itemsize, replicas, further_dims), (elements, own) in kinds.items()
         ]
 
     def _replicas_dim(self, plan: ShardingPlan) -> int | None:

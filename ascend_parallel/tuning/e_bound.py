@@ -1,4 +1,4 @@
-"""E_bound: the share of the time that can be hidden which overlap hides."""
+"""E_bound: of the time that overlap can hide, the share that it hides."""
 
 from __future__ import annotations
 

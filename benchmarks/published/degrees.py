@@ -43,7 +43,7 @@ def planning_obstacle(run: PublishedRun) -> str:
 def evaluate_run(run: PublishedRun) -> RunPrediction:
     """Return the seconds and the bytes that plan-training predicts at the run's degrees."""
     degrees, evaluation = degrees_of(run), evaluation_of(run)
-    return RunPrediction(evaluation.parts(degrees).total, evaluation.memory(degrees).total)
+    return RunPrediction(evaluation.breakdown(degrees).total, evaluation.memory(degrees).total)
 
 
 def evaluation_of(run: PublishedRun) -> Evaluation:

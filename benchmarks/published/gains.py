@@ -195,7 +195,9 @@ def _ends(costs: CostModel, model: Model, batch: Batch, layout: Layout) -> dict[
 def _chunk_counts(costs: CostModel, model: Model, batch: Batch) -> dict[str, dict[str, int | None]]:
     """Return the number of chunks of each layer's forward and backward at "best"; None: the pass has no collective."""
     layer, ends = parts_of(costs, model, batch)
-    parts: Mapping[str, list[Any]] = {way: [*layer.parts[way], ends.parts[way]] for way in (FORWARD, BACKWARD)}
+    parts: Mapping[str, list[Any]] = {
+        way: [*layer.linear_passes[way], ends.linear_passes[way]] for way in (FORWARD, BACKWARD)
+    }
     return {
         forward.linear.name: {
             part.direction: len(part.best.sizes) if part.best else None for part in (forward, backward)

@@ -18,7 +18,7 @@ from ascend_parallel.tuning.step_time.runtimes import MEGATRON as MEGATRON_CORE
 from published.runs import FLOPS, SECONDS, STEP_METRICS, TOKENS, PublishedRun
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "": torch.bfloat16}
-# What the rows call not expressible, and the model has.
+# Features that the published rows mark as not expressible, and that the model covers.
 EXPRESSED = ("context parallelism",)
 # A mixture, which the model has if the row gives its experts.
 MIXTURE = "MoE"

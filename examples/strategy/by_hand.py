@@ -150,7 +150,7 @@ class Stage(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Schedule:
+class Schedule1F1B:
     """One forward, one backward (PipeDream's order): a stage holds at most as many micro-batches as stages follow."""
 
     def __init__(self, stage: Stage) -> None:
@@ -228,7 +228,7 @@ def main() -> list[float]:
     place = Place(**{name: mesh.get_group(name) for name in mesh.mesh_dim_names})
     torch.manual_seed(0)
     stage = Stage(GPT().double(), place)
-    schedule = Schedule(stage)
+    schedule = Schedule1F1B(stage)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
     rows = BATCH // DATA
     mine = slice(place.data.rank() * rows, (place.data.rank() + 1) * rows)

@@ -89,12 +89,12 @@ def train() -> tuple[list[float], list[float]]:
         pipeline.reduce_gradients()
         optimizer.step()
         pipeline.zero_grad()
-    expected = whole(model, images, classes)
+    expected = train_unsharded(model, images, classes)
     same_statistics(pipeline, model)
     return losses, expected
 
 
-def whole(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> list[float]:
+def train_unsharded(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> list[float]:
     """Return the losses of the model on one rank."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
     for _ in range(STEPS):

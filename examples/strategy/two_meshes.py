@@ -68,10 +68,10 @@ def train() -> tuple[list[float], list[float]]:
         pipeline.reduce_gradients()
         optimizer.step()
         pipeline.zero_grad()
-    return losses, whole(model, batch)
+    return losses, train_unsharded(model, batch)
 
 
-def whole(model: nn.Module, batch: list[torch.Tensor]) -> list[float]:
+def train_unsharded(model: nn.Module, batch: list[torch.Tensor]) -> list[float]:
     """Return the losses of the model on one rank."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(STEPS):

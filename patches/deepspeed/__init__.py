@@ -11,7 +11,7 @@ import importlib.metadata
 from ascend_parallel.patches.base import Patch, PatchSet
 from ascend_parallel.patches.deepspeed import context
 from ascend_parallel.patches.deepspeed.layers import COLUMN, MODULE, ROW, DeepSpeed, layer_forward
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.settings import Settings
 
 VERSIONS = ">=0.19,<0.20"
@@ -38,4 +38,6 @@ def patches(settings: Settings) -> AppliedPatches:
     return AppliedPatches("deepspeed", version, layers, framework, on_top=[context.ON_TOP])
 
 
-DEEPSPEED = Seam(name="deepspeed", title="deepspeed", module=MODULE, make=patches, on_top=(context.ON_TOP.module,))
+DEEPSPEED = FrameworkPatch(
+    name="deepspeed", title="deepspeed", module=MODULE, make=patches, on_top=(context.ON_TOP.module,)
+)

@@ -21,7 +21,7 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
 from ascend_parallel.patches.deepspeed.layers import DeepSpeed
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, gathered
-from ascend_parallel.patches.seam import OnTop
+from ascend_parallel.patches.framework_patch import OnTop
 
 MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 OWNER = "UlyssesSPAttentionHF"

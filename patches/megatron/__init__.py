@@ -1,6 +1,6 @@
 """Overlapped replacements of the forwards of Megatron-core's parallel linear layers, experts and shared attention.
 
-seam       these and all other patches of Megatron-core, applied together
+framework_patch  these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 experts    the replacement of MoELayer.forward, whose all-to-alls run under groups of experts

@@ -29,9 +29,9 @@ from ascend_parallel.overlap.context import attend_pieces, confirm_shapes
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.seam import OnTop
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 FIRST = (0, 13)
@@ -124,27 +124,27 @@ def _refuse(config: Any) -> None:
 
 
 def _exchange_of(attention: Any, asked: Any) -> str:
-    """Return which way a core attention's heads take, `HEADS` or `GATHER`; log it once."""
+    """Return the exchange of a core attention, `HEADS` or `GATHER`; log it once."""
     config = attention.config
     ranks, tensor_ranks = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
     windowed = getattr(attention.scale_mask_softmax, "window_size", None) is not None
-    way = COMM_TYPES.get(asked) if isinstance(asked, str) else None
-    if windowed and way == GATHER:
+    exchange = COMM_TYPES.get(asked) if isinstance(asked, str) else None
+    if windowed and exchange == GATHER:
         raise ValueError(
             f"cp_comm_type={asked!r} is not allowed with window_size={config.window_size}: a window is made for whole "
             "sequences; give 'a2a'"
         )
-    return _chosen(heads // tensor_ranks, max(groups // tensor_ranks, 1), ranks, HEADS if windowed else way)
+    return _chosen(heads // tensor_ranks, max(groups // tensor_ranks, 1), ranks, HEADS if windowed else exchange)
 
 
 @functools.cache
 def _chosen(query_heads: int, key_heads: int, ranks: int, asked: str | None) -> str:
-    """Return which way heads take, and log it on the first rank, once for each kind of attention."""
-    way, why = choose_exchange(query_heads, key_heads, ranks, asked)
+    """Return the exchange of the heads, and log it on the first rank, once for each kind of attention."""
+    exchange, why = choose_exchange(query_heads, key_heads, ranks, asked)
     if dist.is_initialized() and dist.get_rank() == 0:
-        log_exchange(f"context_parallel_size={ranks}", way, why, asked=asked is not None)
-    return way
+        log_exchange(f"context_parallel_size={ranks}", exchange, why, asked=asked is not None)
+    return exchange
 
 
 def _forward(original: Function, megatron: Megatron) -> Function:
@@ -171,7 +171,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         shape = "none" if attention_mask is None else list(attention_mask.shape)
         confirm_shapes(query, key, value, group, f"attention_mask {shape}")
         places, tokens = _places(len(query), group.size(), query.device)
-        way: str = self.exchange_of_context
+        exchange: str = self.exchange_of_context
         _refuse_mask(attention_mask, len(query), group.size())
 
         def run(mask: torch.Tensor | None, *received: torch.Tensor, **replaced: Any) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
             o: torch.Tensor = original(part, q, k, v, mask, *options)
             return o.view(*q.shape[:3], v.shape[3])
 
-        if way == GATHER:
+        if exchange == GATHER:
             softmax, causal = _of_rows(self.scale_mask_softmax), _is_causal(self)
 
             def of_rows(rows: slice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
                 assert isinstance(keys, KeyGroup)
                 return attend_pieces(of_rows, keys, *given, causal=causal and attention_mask is None)
 
-            o = exchanged_attention(self, (query, key, value), gathered, group, megatron, way)
+            o = exchanged_attention(self, (query, key, value), gathered, group, megatron, exchange)
             return o.flatten(2)
 
         mask = None if attention_mask is None else _whole_mask(attention_mask, len(query), tokens, group)

@@ -25,10 +25,10 @@ from ascend_parallel.overlap.embedding import embedding_sizes, sum_embedded
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.seam import OnTop
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 
 MODULE = "megatron.core.tensor_parallel.layers"
 LANGUAGE_MODEL = "megatron.core.models.common.embeddings.language_model_embedding"
@@ -95,7 +95,7 @@ def _all_share_later(embedding: Any, group: dist.ProcessGroup) -> bool:
     """Tell whether ranks share the rows of the sum later. Ranks ask each other once: one may have its own forwards."""
     if embedding not in _ALL_SHARE_LATER:
         mine = {"shared later": embedding in _SHARED_LATER}
-        found = exchange(group, "its embedding", mine, DisagreementError, topic="embedding")
+        found = store_all_gather(group, "its embedding", mine, DisagreementError, topic="embedding")
         _ALL_SHARE_LATER[embedding] = all(each["shared later"] for each in found.values())
     return _ALL_SHARE_LATER[embedding]
 

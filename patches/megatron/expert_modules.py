@@ -134,7 +134,7 @@ def _te_linear(linear: Any, experts: range) -> Any:
 
 
 def _other_te_linears(module: Any) -> str | None:
-    """Return how a layer of TEGroupedMLP differs from the grouped layers whose weights are one for each expert."""
+    """Return how TEGroupedMLP differs from grouped layers with one weight for each expert; None: it does not."""
     for name, kind in (("linear_fc1", "Column"), ("linear_fc2", "Row")):
         linear = module._modules[name]
         wanted = f"TE{kind}ParallelGroupedLinear"
@@ -213,9 +213,9 @@ def make_experts_forward(original: Function, view: Callable[[Any, GroupTokens], 
 
 
 def _keep_state(module: Any, group: Any) -> None:
-    """Note what a call notes: TransformerEngine's layers count micro-batches, and every group of a call sees the same.
+    """Copy the micro-batch flags of TransformerEngine's layers from a group; every group of a call has the same flags.
 
-    The first one writes main_grad where the others add to it.
+    The first micro-batch writes main_grad, the others add to it.
     """
     for name, linear in module._modules.items():
         if hasattr(linear, "is_first_microbatch"):

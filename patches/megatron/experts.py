@@ -35,6 +35,7 @@ from ascend_parallel.overlap.split_experts import SplitExperts
 from ascend_parallel.patches.base import Function, Patch, PatchSet, WatchedNames, defined_in, names_of_method
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.expert_modules import (
     BUFFERS,
@@ -52,7 +53,6 @@ from ascend_parallel.patches.megatron.expert_modules import (
 )
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.patches.seam import OnTop
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 

@@ -19,8 +19,8 @@ from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
 from ascend_parallel.patches.exchanged_attention import exchanged_attention
 from ascend_parallel.patches.framework import ONE_RANK
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.layers import Megatron
-from ascend_parallel.patches.seam import OnTop
 
 MODULE = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
 OWNER = "UlyssesContextAttention"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from ascend_parallel.patches.base import Patch, PatchSet
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.expert_modules import (
     MINDSPEED_EXPERTS,
     MODULES,
     PARAMETERS,
     make_experts_forward,
 )
-from ascend_parallel.patches.seam import OnTop
 
 MODULE = "mindspeed.core.transformer.moe.moe_feature.gmm.experts"
 

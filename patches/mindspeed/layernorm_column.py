@@ -19,11 +19,11 @@ from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.check import CheckedLinear
+from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
 from ascend_parallel.patches.mindspeed import version_note
-from ascend_parallel.patches.seam import OnTop
 
 MODULE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 NAMES = ("MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear")

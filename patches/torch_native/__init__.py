@@ -13,9 +13,9 @@ import torch
 
 from ascend_parallel.patches.base import Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.patches.torch_native.styles import (
-    IN_FORCE,
+    ACTIVE_PATCH,
     followed_by,
     install_column,
     install_row,
@@ -35,7 +35,7 @@ NEWEST = "2.13.0"
 def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the imported torch."""
     version = str(torch.__version__).partition("+")[0]
-    return AppliedPatches("torch", version, patch_set(), InstalledLayers(settings, "torch", version, IN_FORCE))
+    return AppliedPatches("torch", version, patch_set(), InstalledLayers(settings, "torch", version, ACTIVE_PATCH))
 
 
 def patch_set() -> PatchSet:
@@ -88,4 +88,4 @@ def patch_set() -> PatchSet:
     return PatchSet("torch", VERSIONS, found, newest=NEWEST)
 
 
-TORCH = Seam(name="torch", title="torch", module=MODULE, make=patches)
+TORCH = FrameworkPatch(name="torch", title="torch", module=MODULE, make=patches)

@@ -19,7 +19,7 @@ from ascend_parallel.patches.base import Function, full_name
 from ascend_parallel.patches.compiled import Compiled, in_whole_graph, outside_graphs, skip_frame
 from ascend_parallel.patches.dtensor_linear import (
     INSTALLED,
-    Installed,
+    Installation,
     InstalledLayers,
     compiled_note,
     framework_of_call,
@@ -37,7 +37,7 @@ GATHERED = "its input was gathered before it, for all who read it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstalledByStyle(Installed):
+class InstallationByStyle(Installation):
     """What a style installed on a module.
 
     output
@@ -68,7 +68,7 @@ class InstalledByStyle(Installed):
             scatters = self.output != Replicate()
             return f"it scatters {self.output}" if scatters and not self._sequence(self.output, x) else None
         if placement == Replicate():
-            framework = self.in_force.framework
+            framework = self.active_patch.framework
             every = framework is not None and framework.settings.arithmetic.forms_every_product
             return None if every or own_input else GATHERED
         return None if self._sequence(placement, x) else f"its input is placed as {placement}"
@@ -97,11 +97,11 @@ class _OfModule:
     """Answers for a forward that is the same function on all modules, by what a style installed on the module."""
 
     def uncovered(self, module: Any) -> str | None:
-        """Return what `Installed.uncovered` does."""
+        """Return what `Installation.uncovered` does."""
         return installed_on(module).uncovered(module)
 
     def compiled_away(self, module: Any, how: Compiled) -> bool:
-        """Return what `Installed.compiled_away` does."""
+        """Return what `Installation.compiled_away` does."""
         return installed_on(module).compiled_away(module, how)
 
 
@@ -118,10 +118,10 @@ class InstalledForward:
         where a backward hook, maybe on this rank alone, puts a view in its place.
     """
 
-    def __init__(self, module: Any, own: Function | None, installed: InstalledByStyle) -> None:
+    def __init__(self, module: Any, own: Function | None, installed: InstallationByStyle) -> None:
         """Run `own` where `installed` does not cover a call."""
         self.module, self.own, self.installed = module, own, installed
-        self._note = compiled_note(installed.in_force, module)
+        self._note = compiled_note(installed.active_patch, module)
         self.own_input = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:
@@ -132,14 +132,14 @@ class InstalledForward:
         """Run the layer, or what its module would run without this forward."""
         module, installed = self.module, self.installed
         inner = self.own or type(module).forward.__get__(module)
-        framework, own_input = framework_of_call(installed.in_force, module, self._note), self.own_input
+        framework, own_input = framework_of_call(installed.active_patch, module, self._note), self.own_input
         self.own_input = False
         if framework is None:
             return inner(*args, **kwargs)
         x = args[0] if len(args) == 1 and not kwargs else None
         gather = shared_gather(x)
         if gather is not None:
-            x = gather.whole() if gather.changed else gather.x
+            x = gather.gathered() if gather.changed else gather.x
         reason = (
             installed.left_alone(module) or installed.sharded_twice(module) or installed.uncovered_call(x, own_input)
         )
@@ -178,24 +178,24 @@ class InstalledCall:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, between two graphs or in a whole one."""
-        off = vars(self.module)[INSTALLED].in_force.framework is None
+        off = vars(self.module)[INSTALLED].active_patch.framework is None
         if off or (torch.compiler.is_compiling() and in_whole_graph()):
             return self._run(*args, **kwargs)
         return self._uncompiled(*args, **kwargs)
 
 
-def install(module: Any, installed: InstalledByStyle) -> None:
+def install(module: Any, installed: InstallationByStyle) -> None:
     """Put the forward on `module`, over its own."""
-    installed.in_force.add(module, installed)
+    installed.active_patch.add(module, installed)
     module.forward = InstalledForward(module, vars(module).get("forward"), installed).forward
     if installed.between_graphs:
         vars(module)["_call_impl"] = InstalledCall(module).call
 
 
-def installed_by_style(module: Any) -> InstalledByStyle | None:
+def installed_by_style(module: Any) -> InstallationByStyle | None:
     """Return what a style installed on a module, whichever forward it has now, or None."""
     found = vars(module).get(INSTALLED)
-    return found if isinstance(found, InstalledByStyle) else None
+    return found if isinstance(found, InstallationByStyle) else None
 
 
 def entered_column(module: Any, x: DTensor) -> DTensor | None:
@@ -233,8 +233,8 @@ def summed_row(module: Any, y: DTensor) -> DTensor | None:
 def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> ParallelLinear | None:
     """Return the layer whose collectives run around another forward; None: its calls run torch's own collectives."""
     installed = installed_by_style(module)
-    assert installed is not None and installed.in_force.framework is not None
-    framework, weight = installed.in_force.framework, module.weight.to_local()
+    assert installed is not None and installed.active_patch.framework is not None
+    framework, weight = installed.active_patch.framework, module.weight.to_local()
     call = LinearCall(
         layer=module,
         kind=kind,
@@ -254,7 +254,7 @@ def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) 
 def _run(
     framework: InstalledLayers,
     module: Any,
-    installed: InstalledByStyle,
+    installed: InstallationByStyle,
     inner: Function,
     x: Any,
     gather: SharedGather | None,

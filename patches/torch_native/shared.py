@@ -59,7 +59,7 @@ class SharedGather:
         """Nothing has been gathered; the column layer `first` decides about the collectives, whoever reads first."""
         self.x, self.classes = x, classes
         self._framework, self._first, self._sequence_dim = framework, first, sequence_dim
-        self._whole: DTensor | None = None
+        self._gathered_dtensor: DTensor | None = None
         self._rows: dict[tuple[bool, torch.dtype], tuple[Any, torch.Tensor]] = {}
 
     def run(self, call: LinearCall) -> torch.Tensor:
@@ -70,17 +70,17 @@ class SharedGather:
         """
         if self.classes and call.own_matmul is not None:
             products: list[torch.Tensor] = []
-            whole = self.whole(products if call.takes_product and call.layer is self._first else None)
+            whole = self.gathered(products if call.takes_product and call.layer is self._first else None)
             return call.own_matmul(whole, *products)
         key = (torch.is_grad_enabled() and self.x.requires_grad, operand_dtype(call.x))
         first, rows = self._rows.get(key, (None, None))
         y = None
         if rows is None or first is call.layer:
-            y, rows = self._gathered(call)
+            y, rows = self._gather(call)
         self._rows[key] = (first or call.layer, rows)
         return _reading(self._framework, call, rows) if y is None else y
 
-    def _gathered(
+    def _gather(
         self, call: LinearCall | None, products: list[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the output of the call, if the gather runs under its matmul, and the gathered rows.
@@ -105,21 +105,21 @@ class SharedGather:
         )
         return None, column_input(x, weight.detach(), layer, self._sequence_dim, products)
 
-    def whole(self, products: list[torch.Tensor] | None = None) -> DTensor:
-        """Return the gathered DTensor, for other readers than the layers; `products` as of `_gathered`."""
-        if self._whole is None:
+    def gathered(self, products: list[torch.Tensor] | None = None) -> DTensor:
+        """Return the gathered DTensor, for other readers than the layers; `products` as of `_gather`."""
+        if self._gathered_dtensor is None:
             key = (self.x.requires_grad, self.x.dtype)
             if key not in self._rows:
                 with torch.set_grad_enabled(self.x.requires_grad):
-                    self._rows[key] = (None, self._gathered(None, products)[1])
+                    self._rows[key] = (None, self._gather(None, products)[1])
             with torch.set_grad_enabled(self.x.requires_grad):
-                self._whole = replicated(self._rows[key][1], self.x.device_mesh)
-        return self._whole
+                self._gathered_dtensor = replicated(self._rows[key][1], self.x.device_mesh)
+        return self._gathered_dtensor
 
     @property
     def changed(self) -> bool:
         """Whether an operator has changed the gathered DTensor in place."""
-        return self._whole is not None and self._whole._version > 0
+        return self._gathered_dtensor is not None and self._gathered_dtensor._version > 0
 
 
 class SharedInput(DTensor):
@@ -137,7 +137,7 @@ class SharedInput(DTensor):
 
         def given(shared: Any) -> Any:
             gather = vars(shared)[GATHER]
-            return gather.x if of_gradient else gather.whole()
+            return gather.x if of_gradient else gather.gathered()
 
         args, kwargs = tree_map_only(cls, given, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -158,23 +158,23 @@ class SharedInput(DTensor):
 
     @property
     def _spec(self) -> Any:  # type: ignore[override]
-        return vars(self)[GATHER].whole()._spec
+        return vars(self)[GATHER].gathered()._spec
 
     @property
     def _local_tensor(self) -> Any:  # type: ignore[override]
-        return vars(self)[GATHER].whole()._local_tensor
+        return vars(self)[GATHER].gathered()._local_tensor
 
     def to_local(self, **options: Any) -> Any:
         """Return the gathered rows."""
-        return vars(self)[GATHER].whole().to_local(**options)
+        return vars(self)[GATHER].gathered().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> Any:
         """Redistribute the gathered tensor."""
-        return vars(self)[GATHER].whole().redistribute(*args, **options)
+        return vars(self)[GATHER].gathered().redistribute(*args, **options)
 
     def full_tensor(self, **options: Any) -> Any:
         """Return the gathered rows."""
-        return vars(self)[GATHER].whole().full_tensor(**options)
+        return vars(self)[GATHER].gathered().full_tensor(**options)
 
 
 def share(gather: SharedGather) -> DTensor:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.compiled import runs_compiled
-from ascend_parallel.patches.dtensor_linear import COMPILED, InForce, InstalledLayers, calls_linear, is_linear
+from ascend_parallel.patches.dtensor_linear import COMPILED, ActivePatch, InstalledLayers, calls_linear, is_linear
 from ascend_parallel.patches.norms import install_norm, run_norm
 from ascend_parallel.patches.torch_native.layers import (
     LEFT,
-    InstalledByStyle,
+    InstallationByStyle,
     InstalledForward,
     entered_column,
     install,
@@ -30,7 +30,7 @@ from ascend_parallel.patches.torch_native.layers import (
 )
 from ascend_parallel.patches.torch_native.shared import SharedGather, share, shared_gather
 
-IN_FORCE = InForce()
+ACTIVE_PATCH = ActivePatch()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
 CALLED = "_ascend_parallel_called"
 
@@ -53,7 +53,7 @@ def install_column(style: Any, module: Any, mesh: Any) -> None:
         reason = _same_style(style, "ColwiseParallel") or _computes_otherwise(module)
         if style.desired_input_layouts != (Replicate(),):
             reason = f"its style wants the input as {style.desired_input_layouts}"
-        install(module, InstalledByStyle(in_force=IN_FORCE, kind="column", mesh=mesh, reason=reason))
+        install(module, InstallationByStyle(active_patch=ACTIVE_PATCH, kind="column", mesh=mesh, reason=reason))
 
 
 def install_row(style: Any, module: Any, mesh: Any) -> None:
@@ -63,18 +63,20 @@ def install_row(style: Any, module: Any, mesh: Any) -> None:
         (output,) = style.output_layouts
         if output != Replicate() and type(output) is not Shard:
             reason = f"its style wants the output as {output}"
-        install(module, InstalledByStyle(in_force=IN_FORCE, kind="row", mesh=mesh, reason=reason, output=output))
+        install(
+            module, InstallationByStyle(active_patch=ACTIVE_PATCH, kind="row", mesh=mesh, reason=reason, output=output)
+        )
 
 
 def install_sequence(style: Any, module: Any, mesh: Any) -> None:
     """Put the forward in blocks of rows on a norm of SequenceParallel."""
     if any(True for _ in module.parameters()):
-        install_norm(module, functools.partial(_norm, mesh), IN_FORCE.sums_shared_rows)
+        install_norm(module, functools.partial(_norm, mesh), ACTIVE_PATCH.sums_shared_rows)
 
 
 def _norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module of SequenceParallel: with COC_DETERMINISTIC=tp in blocks of rows."""
-    framework = IN_FORCE.framework
+    framework = ACTIVE_PATCH.framework
     assert framework is not None
     if torch.compiler.is_compiling():
         framework.log_uncovered(module, COMPILED)
@@ -169,7 +171,7 @@ def prepare_module_input(original: Function) -> Function:
 
     @functools.wraps(original)
     def prepare(self: Any, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
-        framework = IN_FORCE.framework
+        framework = ACTIVE_PATCH.framework
         gathers = isinstance(input, torch.Tensor) and input_layout not in (None, desired_layout)
         kept = desired_layout == Replicate() and not self.use_local_output
         if kept and shared_gather(input) is not None and input.device_mesh == mesh:
@@ -182,14 +184,14 @@ def prepare_module_input(original: Function) -> Function:
         module = vars(self)[CALLED]()
         # Hooks get the whole gradient of the input, and compiled functions take torch's DTensor.
         reads = _has_backward_hooks(module) or any(map(runs_compiled, module.modules()))
-        return gather.whole() if reads else share(gather)
+        return gather.gathered() if reads else share(gather)
 
     return prepare
 
 
 def _shared(framework: InstalledLayers, style: Any, x: torch.Tensor, mesh: Any, layout: Any) -> SharedGather | None:
     """Return the gather of x by the column layers of the module that is being called; None: torch gathers."""
-    if IN_FORCE.between_graphs:  # a graph may be what reads x
+    if ACTIVE_PATCH.between_graphs:  # a graph may be what reads x
         return None
     if framework.settings.arithmetic.forbids("layers would add their gradients before the sum"):
         return None
@@ -218,7 +220,7 @@ def _has_backward_hooks(module: Any) -> bool:
     return any((*hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks))
 
 
-def _columns_of(module: Any) -> list[tuple[Any, InstalledByStyle]]:
+def _columns_of(module: Any) -> list[tuple[Any, InstallationByStyle]]:
     """Return the column layers of a module, each with what a style installed on it."""
     installed = ((each, installed_by_style(each)) for each in module.modules())
     return [(each, found) for each, found in installed if found is not None and found.kind == "column"]

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.patches.transformers import experts
 from ascend_parallel.patches.transformers.context import ContextParallel, context_parallel
-from ascend_parallel.patches.transformers.layers import IN_FORCE, install_forward, install_head_norm
+from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH, install_forward, install_head_norm
 from ascend_parallel.settings import Settings
 
 __all__ = ["ContextParallel", "context_parallel", "on_one_rank", "patches"]
@@ -35,7 +35,7 @@ NEWEST = "5.23.0"
 def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the installed transformers."""
     version = importlib.metadata.version("transformers")
-    framework = InstalledLayers(settings, "transformers", version, IN_FORCE)
+    framework = InstalledLayers(settings, "transformers", version, ACTIVE_PATCH)
     # Older versions exchange no rows, or in another way.
     others = {"experts of transformers": experts_patch_set()} if in_range(version, experts.VERSIONS) else {}
     return AppliedPatches("transformers", version, patch_set(), framework, others)
@@ -113,7 +113,7 @@ def experts_patch_set() -> PatchSet:
     return PatchSet("transformers", experts.VERSIONS, [noted, called], newest=NEWEST)
 
 
-TRANSFORMERS = Seam(
+TRANSFORMERS = FrameworkPatch(
     name="transformers",
     title="transformers",
     module=MODULE,

@@ -37,9 +37,9 @@ from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_che
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, gathered, log_exchange
-from ascend_parallel.patches.transformers.layers import IN_FORCE
+from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 from ascend_parallel.process_groups import describe
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import current_settings
 
 VERSIONS = ">=5.18,<5.24"
@@ -246,7 +246,7 @@ class ContextParallel:
             return
         digest = hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest()[:16]
         mine = f"input_ids {list(input_ids.shape)}, digest {digest}"
-        by_rank = exchange(self.group, "the first batch", {"batch": mine}, DisagreementError, topic="context")
+        by_rank = store_all_gather(self.group, "the first batch", {"batch": mine}, DisagreementError, topic="context")
         if any(value["batch"] != mine for value in by_rank.values()):
             what = "; ".join(f"rank {rank}: {value['batch']}" for rank, value in by_rank.items())
             raise DisagreementError(
@@ -317,7 +317,7 @@ class ContextParallel:
                 return attend_pieces(of_rows, heads, *received, causal=attention_mask.causal)
             return own_attention(mask, *received)
 
-        o = exchanged_attention(module, operands, attention, self.group, IN_FORCE.framework, self.exchange)
+        o = exchanged_attention(module, operands, attention, self.group, ACTIVE_PATCH.framework, self.exchange)
         return o.permute(1, 0, 2, 3).contiguous(), None
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:

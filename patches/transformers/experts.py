@@ -27,8 +27,8 @@ from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
-from ascend_parallel.patches.dtensor_linear import INSTALLED, Installed, InstalledLayers
-from ascend_parallel.patches.transformers.layers import IN_FORCE
+from ascend_parallel.patches.dtensor_linear import INSTALLED, Installation, InstalledLayers
+from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 
 MODULE = "transformers.distributed.expert_parallel"
@@ -37,7 +37,7 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstalledExperts(Installed):
+class ExpertsInstallation(Installation):
     """What an `ep_plan` installed on a module of experts; `mesh` is that of the experts.
 
     implementation
@@ -55,7 +55,7 @@ class InstalledExperts(Installed):
     def uncovered(self, module: Any) -> str | None:
         """Return the reason why transformers' own code must run, or None; the same on all ranks."""
         implementation = self.implementation
-        if self.in_force.framework is None:
+        if self.active_patch.framework is None:
             return "overlap is switched off"
         if self.reason is not None:
             return self.reason
@@ -110,19 +110,21 @@ def _implementation(forward: Any) -> Any:
     return forward.__closure__[names.index("implementation")].cell_contents if "implementation" in names else None
 
 
-def _installed(implementation: Any, module: Any) -> InstalledExperts:
+def _installed(implementation: Any, module: Any) -> ExpertsInstallation:
     """Return what is noted of the experts of `implementation`, and note it at the first time."""
     noted = vars(module).get(INSTALLED)
-    if isinstance(noted, InstalledExperts) and noted.implementation is implementation:
+    if isinstance(noted, ExpertsInstallation) and noted.implementation is implementation:
         return noted
     kind, reason = type(implementation), None
     if (kind.__module__, kind.__name__) != (MODULE, "AllToAllEP"):
         reason = f"its ep_implementation is {kind.__name__}, not all_to_all"
     mesh = getattr(implementation, "ep_mesh", None)
-    noted = InstalledExperts(in_force=IN_FORCE, kind="experts", mesh=mesh, reason=reason, implementation=implementation)
+    noted = ExpertsInstallation(
+        active_patch=ACTIVE_PATCH, kind="experts", mesh=mesh, reason=reason, implementation=implementation
+    )
     vars(module)[INSTALLED] = noted
     shapes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters())
-    IN_FORCE.add_text(f"{type(module).__name__} {shapes} {reason}")
+    ACTIVE_PATCH.add_text(f"{type(module).__name__} {shapes} {reason}")
     return noted
 
 
@@ -131,7 +133,7 @@ def call_experts(original: Function) -> Function:
 
     @functools.wraps(original)
     def call(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        framework, module = IN_FORCE.framework, getattr(self.experts_forward, "__self__", None)
+        framework, module = ACTIVE_PATCH.framework, getattr(self.experts_forward, "__self__", None)
         own = functools.partial(original, self)
         if framework is None or not isinstance(module, torch.nn.Module):
             return own(hidden_states, top_k_index, top_k_weights)

@@ -20,8 +20,8 @@ from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, full_name
 from ascend_parallel.patches.compiled import between_graphs
 from ascend_parallel.patches.dtensor_linear import (
-    InForce,
-    Installed,
+    ActivePatch,
+    Installation,
     InstalledLayers,
     calls_linear,
     compiled_note,
@@ -38,11 +38,11 @@ KINDS = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
 IN_TREE = (*KINDS, "EmbeddingParallel", "TensorParallelLayer")
 # Norms of the heads of a rank: they are called with [B, S, heads / R, head_dim].
 HEAD_NORMS = ("Qwen3RMSNorm",)
-IN_FORCE = InForce()
+ACTIVE_PATCH = ActivePatch()
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstalledByPlan(Installed):
+class InstallationByPlan(Installation):
     """What a `tp_plan` installed on a module.
 
     gathers
@@ -83,18 +83,18 @@ def install_forward(original: Function) -> Function:
     return install
 
 
-def _install_linear(module: Any, installed: InstalledByPlan, below: Function) -> None:
+def _install_linear(module: Any, installed: InstallationByPlan, below: Function) -> None:
     """Put the forward on a linear layer, over transformers'; `below`: the one below that."""
-    inner, note = module.forward, compiled_note(IN_FORCE, module)
-    IN_FORCE.add(module, installed)
+    inner, note = module.forward, compiled_note(ACTIVE_PATCH, module)
+    ACTIVE_PATCH.add(module, installed)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        framework = framework_of_call(IN_FORCE, module, note)
+        framework = framework_of_call(ACTIVE_PATCH, module, note)
         if framework is None:
             return inner(*args, **kwargs)
         return _run(framework, module, installed, (inner, below), args, kwargs)
 
-    forward = between_graphs(run, run, lambda *_: IN_FORCE.framework is None) if installed.between_graphs else run
+    forward = between_graphs(run, run, lambda *_: ACTIVE_PATCH.framework is None) if installed.between_graphs else run
     forward.ascend_parallel = installed  # type: ignore[attr-defined]
     module.forward = forward
 
@@ -110,7 +110,7 @@ def install_head_norm(original: Function) -> Function:
     def install(self: Any, module: Any, mesh: Any) -> Any:
         kind = type(module).__name__
         if kind in HEAD_NORMS:
-            install_norm(module, functools.partial(_head_norm, mesh), IN_FORCE.sums_shared_rows)
+            install_norm(module, functools.partial(_head_norm, mesh), ACTIVE_PATCH.sums_shared_rows)
         returned = original(self, module, mesh)
         if kind not in HEAD_NORMS:
             _refuse_in_tree(module, f"the gradients of {kind}, summed over ranks, have no tree")
@@ -125,7 +125,7 @@ def _refuse_in_tree(module: Any, reason: str) -> None:
 
     @functools.wraps(own)  # coverage reads its attribute
     def forward(*args: Any, **kwargs: Any) -> Any:
-        framework = IN_FORCE.framework
+        framework = ACTIVE_PATCH.framework
         if framework is not None:
             framework.settings.arithmetic.refuse(lambda: f"{described(module)} cannot run in the tree: {reason}")
         return own(*args, **kwargs)
@@ -139,20 +139,22 @@ def _head_norm(mesh: Any, module: Any, own: Function, args: tuple[Any, ...], kwa
     return run_norm(module, own, x, dict(module.named_parameters()), blocks)
 
 
-def _installed(style: Any, module: Any, mesh: Any) -> InstalledByPlan:
+def _installed(style: Any, module: Any, mesh: Any) -> InstallationByPlan:
     """Return what `style` installs: exactly one of the two plain styles, with features that are whole or cut."""
     kind, reason = type(style), None
     name = kind.__name__
     if kind is not getattr(sys.modules[kind.__module__], name, None) or name not in KINDS:
-        return InstalledByPlan(in_force=IN_FORCE, kind=None, mesh=mesh, reason=f"its style {name} is left as it is")
+        return InstallationByPlan(
+            active_patch=ACTIVE_PATCH, kind=None, mesh=mesh, reason=f"its style {name} is left as it is"
+        )
     given, made, column = style.input_layouts, style.output_layouts, KINDS[name] == "column"
     uncut = given if column else made
     if uncut != Replicate() or not {given, made} <= {Replicate(), Shard(-1)} or not style.use_local_output:
         reason = f"its style {name} makes {made} of {given} in its forward"
     if reason is None and not calls_linear(type(module)):
         reason = "its class does not call torch.nn.Linear's forward"
-    return InstalledByPlan(
-        in_force=IN_FORCE,
+    return InstallationByPlan(
+        active_patch=ACTIVE_PATCH,
         kind=KINDS[name],
         mesh=mesh,
         reason=reason,
@@ -164,7 +166,7 @@ def _installed(style: Any, module: Any, mesh: Any) -> InstalledByPlan:
 def _run(
     framework: InstalledLayers,
     module: Any,
-    installed: InstalledByPlan,
+    installed: InstallationByPlan,
     forwards: tuple[Function, Function],
     args: Any,
     kwargs: Mapping[str, Any],
@@ -197,11 +199,11 @@ def _run(
     return inner(x) if too_few_rows(framework, call) else run_linear(framework, call)
 
 
-def _placed(x: torch.Tensor, installed: Installed, placement: Any) -> DTensor:
+def _placed(x: torch.Tensor, installed: Installation, placement: Any) -> DTensor:
     return DTensor.from_local(x, installed.mesh, [placement], run_check=False)
 
 
-def _moved(x: torch.Tensor, installed: Installed, before: Any, after: Any) -> torch.Tensor:
-    """Return x, of which each rank has the part `before`, with the part `after`."""
+def _moved(x: torch.Tensor, installed: Installation, before: Any, after: Any) -> torch.Tensor:
+    """Return this rank's part of x, redistributed from the placement `before` to `after`."""
     moved: torch.Tensor = _placed(x, installed, before).redistribute(placements=[after]).to_local()
     return moved

@@ -19,9 +19,9 @@ import os
 
 from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
-from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch, OnTop
 from ascend_parallel.patches.vllm import start
-from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
 from ascend_parallel.patches.vllm.operators import LINEAR, PARALLEL_STATE
 from ascend_parallel.patches.vllm.row_wise import LATER, MODULES, RowWise, row_wise_call
 from ascend_parallel.settings import Settings
@@ -39,7 +39,7 @@ def patches(settings: Settings) -> AppliedPatches:
     found = [
         Patch(
             target=f"{LINEAR}.RowParallelLinear.forward",
-            replacement=lambda original: row_forward(original, framework),
+            replacement=lambda original: make_row_forward(original, framework),
             parameters=("self", "input_"),
             reason="reduces under the matmul, and leaves its rows unfinished",
         ),
@@ -120,4 +120,4 @@ class Applied(AppliedPatches):
         start.unmark_caches()
 
 
-VLLM = Seam(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=[each.module for each in ON_TOP])
+VLLM = FrameworkPatch(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=[each.module for each in ON_TOP])

@@ -26,7 +26,7 @@ from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
 from ascend_parallel.tuning.measured.tuner import Tuner
@@ -38,7 +38,7 @@ TURNS = 3
 LEAST_GAIN = 0.02
 
 
-class Way(NamedTuple):
+class StepVariant(NamedTuple):
     """How a step runs: its number of chunks, and whether a compiled model runs outside its graphs."""
 
     chunks: int
@@ -50,8 +50,8 @@ class Way(NamedTuple):
         return f"{text} outside the graphs" if self.eager else text
 
 
-WHOLE, *CUT = (Way(count) for count in COUNTS)
-EAGER = [Way(count, eager=True) for count in COUNTS[1:]]
+WHOLE, *CUT = (StepVariant(count) for count in COUNTS)
+EAGER = [StepVariant(count, eager=True) for count in COUNTS[1:]]
 
 
 class Sum(NamedTuple):
@@ -64,21 +64,21 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The seconds of dummy steps with so many tokens, of the slowest rank, and the way that is kept."""
+    """The seconds of dummy steps with so many tokens, of the slowest rank, and the variant that is kept."""
 
     tokens: int
-    seconds: Mapping[Way, float]
-    way: Way
+    seconds: Mapping[StepVariant, float]
+    variant: StepVariant
 
     def __str__(self) -> str:
         """Return the choice with its figures, in words: the fastest of each kind."""
-        kinds = ([way for way in kind if way in self.seconds] for kind in ([WHOLE], CUT, EAGER))
-        fastest = [min(kind, key=self._milliseconds) for kind in kinds if kind and self.way not in kind]
-        others = "; ".join(f"{way} {self._milliseconds(way):.0f}" for way in fastest)
-        return f"{self.tokens} tokens {self.way} ({self._milliseconds(self.way):.0f} ms; {others})"
+        kinds = ([variant for variant in kind if variant in self.seconds] for kind in ([WHOLE], CUT, EAGER))
+        fastest = [min(kind, key=self._milliseconds) for kind in kinds if kind and self.variant not in kind]
+        others = "; ".join(f"{variant} {self._milliseconds(variant):.0f}" for variant in fastest)
+        return f"{self.tokens} tokens {self.variant} ({self._milliseconds(self.variant):.0f} ms; {others})"
 
-    def _milliseconds(self, way: Way) -> float:
-        return 1e3 * self.seconds[way]
+    def _milliseconds(self, variant: StepVariant) -> float:
+        return 1e3 * self.seconds[variant]
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ class MeasuredCounts:
 
     def count(self, tokens: int, summed: Sum) -> int:
         """Return the count of the nearest number of tokens that was tried, for every sum."""
-        return self.way(tokens).chunks
+        return self.variant(tokens).chunks
 
-    def way(self, tokens: int) -> Way:
-        """Return the way of the nearest number of tokens that was tried."""
-        return min(self.steps, key=lambda step: apart(step.tokens, tokens)).way
+    def variant(self, tokens: int) -> StepVariant:
+        """Return the variant of the nearest number of tokens that was tried."""
+        return min(self.steps, key=lambda step: apart(step.tokens, tokens)).variant
 
     @property
     def leave_graphs(self) -> bool:
         """Whether some steps of a compiled model run outside its graphs."""
-        return any(step.way.eager for step in self.steps)
+        return any(step.variant.eager for step in self.steps)
 
     def __str__(self) -> str:
         """Return all choices in words."""
@@ -166,8 +166,8 @@ def keep(
     for step in measured.steps:
         for summed in sums:
             operator = LayerOperator(FORWARD, problem(step.tokens, summed, group, device))
-            times = step.seconds[WHOLE], step.seconds[step.way]
-            tuner.keep(Entry.of(operator, cut(step.tokens, step.way.chunks), *times), group, device)
+            times = step.seconds[WHOLE], step.seconds[step.variant]
+            tuner.keep(Entry.of(operator, cut(step.tokens, step.variant.chunks), *times), group, device)
 
 
 def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> Problem:
@@ -176,39 +176,44 @@ def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> 
 
 
 def measure(
-    step: Callable[[int, Way], None], sizes: Sequence[int], ways: Sequence[Way], group: dist.ProcessGroup
+    step: Callable[[int, StepVariant], None],
+    sizes: Sequence[int],
+    variants: Sequence[StepVariant],
+    group: dist.ProcessGroup,
 ) -> MeasuredCounts:
-    """Return the ways in which ``step(tokens, way)``, a dummy step, is fastest; every rank of `group` calls this.
+    """Return the variants in which the dummy ``step(tokens, variant)`` is fastest; every rank of `group` calls this.
 
     sizes: the numbers of tokens, one or more. Raises `CollectiveError` with the ranks that do not come.
     """
     begin = time.perf_counter()
-    own = {str(tokens): timed(step, tokens, ways) for tokens in sizes}
-    by_rank = exchange(group, "the choice of chunks by timed steps", own, CollectiveError)
-    steps = tuple(chosen(tokens, ways, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
+    own = {str(tokens): timed(step, tokens, variants) for tokens in sizes}
+    by_rank = store_all_gather(group, "the choice of chunks by timed steps", own, CollectiveError)
+    steps = tuple(chosen(tokens, variants, [found[str(tokens)] for found in by_rank.values()]) for tokens in sizes)
     return MeasuredCounts(steps, time.perf_counter() - begin)
 
 
-def timed(step: Callable[[int, Way], None], tokens: int, ways: Sequence[Way]) -> list[list[float]]:
-    """Return this rank's seconds of a step in each turn, by the place of its way in `ways`, after a warm-up."""
-    seconds: list[list[float]] = [[] for _ in ways]
+def timed(step: Callable[[int, StepVariant], None], tokens: int, variants: Sequence[StepVariant]) -> list[list[float]]:
+    """Return this rank's seconds of a step in each turn, by the place of its variant in `variants`, after a warm-up."""
+    seconds: list[list[float]] = [[] for _ in variants]
     for _ in range(1 + TURNS):
-        for way, turns in zip(ways, seconds, strict=True):
+        for variant, turns in zip(variants, seconds, strict=True):
             begin = time.perf_counter()
-            step(tokens, way)
+            step(tokens, variant)
             turns.append(time.perf_counter() - begin)
     return [turns[1:] for turns in seconds]
 
 
-def chosen(tokens: int, ways: Sequence[Way], by_rank: Sequence[Sequence[Sequence[float]]]) -> TimedSteps:
-    """Return the way to keep: the fastest by the median of the slowest rank's turns, the whole step unless others gain.
+def chosen(tokens: int, variants: Sequence[StepVariant], by_rank: Sequence[Sequence[Sequence[float]]]) -> TimedSteps:
+    """Return the fastest variant by the median of the slowest rank's turns, the whole step unless others gain.
 
-    Outside its graphs a model rounds as an eager one, so they are left for a gain over the fastest way in them alone.
+    Outside its graphs a model rounds as an eager one: leaving them must gain over the fastest variant in them.
     """
     slowest = [[max(turn) for turn in zip(*turns, strict=True)] for turns in zip(*by_rank, strict=True)]
-    seconds = {way: median(turns) for way, turns in zip(ways, slowest, strict=True)}
+    seconds = {variant: median(turns) for variant, turns in zip(variants, slowest, strict=True)}
     kept = WHOLE
     for kind in (CUT, EAGER):
-        best = min((way for way in kind if way in seconds), key=lambda way: seconds[way], default=kept)
+        best = min(
+            (variant for variant in kind if variant in seconds), key=lambda variant: seconds[variant], default=kept
+        )
         kept = best if seconds[best] < (1 - LEAST_GAIN) * seconds[kept] else kept
     return TimedSteps(tokens, seconds, kept)

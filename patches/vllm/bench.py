@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.layer_shape import LayerOperator, LayerShape
 from ascend_parallel.patches.vllm import VLLM
-from ascend_parallel.patches.vllm.auto import Way
+from ascend_parallel.patches.vllm.auto import StepVariant
 from ascend_parallel.patches.vllm.bits import ask
 from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm, row_kernel
@@ -97,7 +97,7 @@ class TimedRowLayer(TimedLinear):
 
     def _timed(self, operator: LayerOperator, settings: Settings) -> float:
         x = self.x.detach()
-        with torch.inference_mode(), self._vllm.trying(Way(settings.num_chunks)):
+        with torch.inference_mode(), self._vllm.trying(StepVariant(settings.num_chunks)):
             return self._clock.seconds(lambda: self._layer(x))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,7 +27,7 @@ MOST_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class Matmul:
+class LayerMatmul:
     """What decides about the bits of a layer's matmul on one rank, of x [M, K] to [M, N].
 
     method: the class of its linear method, or of the scheme that multiplies there.
@@ -74,7 +74,11 @@ class RowBits:
 
 
 def ask(
-    matmuls: Mapping[Matmul, Multiply], ladder: Sizes, most_tokens: int, group: dist.ProcessGroup, device: torch.device
+    matmuls: Mapping[LayerMatmul, Multiply],
+    ladder: Sizes,
+    most_tokens: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> RowBits:
     """Return from which step of the ladder on the matmuls keep their bits on every rank of `group`, which all call it.
 
@@ -84,7 +88,7 @@ def ask(
     most = min(most_tokens, MOST_ROWS)
     own = {str(matmul): least_rows(matmul, multiply, ladder, most, device) for matmul, multiply in matmuls.items()}
     took = time.perf_counter() - start
-    by_rank = exchange(group, "the probe of which chunks keep the bits of vLLM's matmuls", own, CollectiveError)
+    by_rank = store_all_gather(group, "the probe of which chunks keep the bits of vLLM's matmuls", own, CollectiveError)
     steps = {matmul: [found[matmul] for found in by_rank.values()] for matmul in own}
     some = None in itertools.chain(*steps.values())  # then larger chunks would not keep the bits of a step either
     least = ladder[0] if some else max([ladder[0], *itertools.chain(*steps.values())])
@@ -92,7 +96,7 @@ def ask(
     return RowBits(least, len(own), others, took)
 
 
-def least_rows(matmul: Matmul, multiply: Multiply, ladder: Sizes, most: int, device: torch.device) -> int | None:
+def least_rows(matmul: LayerMatmul, multiply: Multiply, ladder: Sizes, most: int, device: torch.device) -> int | None:
     """Return the first step of the ladder from which on a row has the same bits among any rows; None: from none on."""
     with without_grad_and_modes(True):
         generator = torch.Generator(device).manual_seed(0)

@@ -30,7 +30,7 @@ from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.compiled import Compiled
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear
-from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, Sum, Way
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, StepVariant, Sum
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
 from ascend_parallel.patches.vllm.fused import fused_weight
@@ -85,7 +85,7 @@ class Vllm(Framework):
         self._planned = PlannedCounts(settings.plan) if isinstance(settings.plan, Plan) else None
         # With "auto" and COC_TUNE once they are known, before the first request: by the key of an engine.
         self._counts: dict[int, Counts] = {}
-        self.tried: Way | None = None  # of a dummy step
+        self.tried: StepVariant | None = None  # of a dummy step
         self.row_forward: Function | None = None  # the replacement of the row layer's forward
         # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
         self._leaving: WeakKeyDictionary[torch.nn.Module, MeasuredCounts | None] = WeakKeyDictionary()
@@ -205,10 +205,10 @@ class Vllm(Framework):
         return super().prepare(layer, kind, x, weight, **options)
 
     @contextmanager
-    def trying(self, way: Way) -> Iterator[None]:
+    def trying(self, variant: StepVariant) -> Iterator[None]:
         """Run steps this way inside this context, and check nothing."""
         before = self.tried, self.verifier
-        self.tried, self.verifier = way, None
+        self.tried, self.verifier = variant, None
         try:
             yield
         finally:
@@ -230,10 +230,14 @@ class Vllm(Framework):
         """
         if tokens < LEAST_TOKENS or is_captured():
             return False
-        way, timed = self.tried, self._leaving.get(model)
-        if way is None and timed is not None:
-            way = timed.way(tokens)
-        return way is not None and way.eager and len(token_chunks(tokens, way.chunks, device, self.least_rows)) > 1
+        variant, timed = self.tried, self._leaving.get(model)
+        if variant is None and timed is not None:
+            variant = timed.variant(tokens)
+        return (
+            variant is not None
+            and variant.eager
+            and len(token_chunks(tokens, variant.chunks, device, self.least_rows)) > 1
+        )
 
     def put_in_force(self) -> None:
         """Have operators run these layers, and let compiled models leave their graphs: again, after an error."""
@@ -302,7 +306,7 @@ class Vllm(Framework):
         return known
 
 
-def row_forward(original: Function, vllm: Vllm) -> Function:
+def make_row_forward(original: Function, vllm: Vllm) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     @functools.wraps(original)

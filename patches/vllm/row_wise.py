@@ -18,7 +18,7 @@ from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
 from ascend_parallel.patches.base import Function, full_name
-from ascend_parallel.patches.seam import is_installed
+from ascend_parallel.patches.framework_patch import is_installed
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
 
 LAYERS = "vllm.model_executor.layers"
@@ -102,8 +102,8 @@ MATMULS = (
 )
 # From vllm-ascend 0.23 on the subclass has a method of its own.
 ASCEND_MATMUL = RowWise(f"{ASCEND}.linear", "AscendUnquantizedLinearMethod", "apply", rows=(1,))
-# Those of quantised layers whose weights alone have few bits, or whose activations have fixed scales or one of each
-# token. Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
+# Matmuls of quantised layers: with weights alone of few bits, or with activations of a fixed scale or one per token.
+# Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
 QUANTISED_MATMULS = (
     RowWise(
         f"{LAYERS}.quantization.compressed_tensors.compressed_tensors",

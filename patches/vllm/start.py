@@ -21,14 +21,14 @@ from ascend_parallel.patches.vllm.auto import (
     EAGER,
     WHOLE,
     PlannedCounts,
+    StepVariant,
     Sum,
-    Way,
     keep,
     known,
     measure,
     tried_tokens,
 )
-from ascend_parallel.patches.vllm.bits import Matmul, Multiply, ask
+from ascend_parallel.patches.vllm.bits import LayerMatmul, Multiply, ask
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, token_chunks
 from ascend_parallel.patches.vllm.layers import Vllm
 from ascend_parallel.patches.vllm.operators import (
@@ -181,17 +181,17 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
     like = torch.empty(0, device=device)
 
-    def step(tokens: int, way: Way) -> None:
-        with vllm.trying(way):
+    def step(tokens: int, variant: StepVariant) -> None:
+        with vllm.trying(variant):
             runner._dummy_run(tokens)
         now(like)
 
-    ways = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
+    variants = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
     leaves = tuner is None and vllm.leaves_rows and can_leave_graphs(config)
     if leaves:
         vllm.may_leave_graphs(model)
-        ways += EAGER
-    measured = measure(step, tokens, ways, group)
+        variants += EAGER
+    measured = measure(step, tokens, variants, group)
     vllm.keep_counts(engine_of(config), measured)
     if leaves:
         vllm.may_leave_graphs(model, measured)
@@ -247,14 +247,14 @@ def linear_layers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if multiplies_by_rows(module)]
 
 
-def matmuls_of(layers: Iterable[Any]) -> dict[Matmul, Multiply]:
+def matmuls_of(layers: Iterable[Any]) -> dict[LayerMatmul, Multiply]:
     """Return a layer's matmul for each shape, dtype and kind of bias."""
-    found: dict[Matmul, Multiply] = {}
+    found: dict[LayerMatmul, Multiply] = {}
     for layer in layers:
         k, n = (getattr(layer, f"{end}_size_per_partition", getattr(layer, f"{end}_size")) for end in ENDS)
         bias = None if layer.skip_bias_add else layer.bias
         found.setdefault(
-            Matmul(k, n, layer.params_dtype, bias is not None, method_of(layer)),
+            LayerMatmul(k, n, layer.params_dtype, bias is not None, method_of(layer)),
             functools.partial(_multiply, layer, bias),
         )
     return found

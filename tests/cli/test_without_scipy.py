@@ -16,7 +16,7 @@ def python(code, *words):
 
 @pytest.mark.slow
 def test_the_patches_of_megatron_need_no_scipy():
-    ended = python("import ascend_parallel.patches.megatron.seam")
+    ended = python("import ascend_parallel.patches.megatron.framework_patch")
     assert ended.returncode == 0, ended.stderr
 
 

@@ -25,7 +25,7 @@ REMAINS = {
     "ops.__path__": MACHINE,
     "ops.bits.AHEAD": PART,  # who names calls before they come
     "ops.bits._PROBED": CACHE,
-    "ops.bits.exchange": SEEN,
+    "ops.bits.store_all_gather": SEEN,
     "ops.collectives._reduce_scatter": MACHINE,
     "ops.expert_exchange.ExpertGroup.*": PLANTED,
     "ops.lazy_rows.has_streams": MACHINE,
@@ -77,7 +77,7 @@ REMAINS = {
     "tuning.launch.user_namespaces.HOLDER": PLANTED,
     "tuning.measured.part_groups.seconds_of": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
-    "tuning.measured.tuner.MeasuredParts.of": MEASURED,
+    "tuning.measured.tuner.MeasuredBreakdowns.of": MEASURED,
     "tuning.measured.tuner.Tuner.chunks_for": MEASURED,
     "tuning.measured.tuner.confirmed": MEASURED,
 }

@@ -21,8 +21,8 @@ from ascend_parallel.ops.unfinished import (
     at_end_of_backward,
     finished,
     is_unfinished,
+    plain_tensor,
     postponed,
-    whole,
 )
 from ascend_parallel.ops.unfinished_modules import by_rows
 
@@ -168,7 +168,7 @@ READERS = {
     "compiled": torch.compile(lambda x: x * 1, backend="eager"),
     "jit": lambda x: torch.jit.trace(lambda y: y * 1, torch.ones(2, 8))(x),
     "vmap": lambda x: torch.vmap(lambda row: row * 1)(x),
-    "whole": whole,
+    "plain": plain_tensor,
     "foreach": lambda x: torch._foreach_mul([x], 1.0)[0],
 }
 
@@ -202,9 +202,9 @@ def test_the_plain_tensor_of_an_activation_is_in_its_graph():
     value = drawn(64, 8).requires_grad_()
     with torch.no_grad():
         x = Sent.apply(value.detach(), 1)
-    assert not whole(x).requires_grad
+    assert not plain_tensor(x).requires_grad
     x = Sent.apply(value, 1)
-    plain = whole(x)
+    plain = plain_tensor(x)
     assert not isinstance(plain, UnfinishedTensor)
     plain.square().sum().backward()
     assert torch.equal(value.grad, 2 * value.detach())

@@ -26,7 +26,7 @@ POLICIES = {
 }
 
 
-def whole(bias, ranks, seed=5):
+def unsharded_layer(bias, ranks, seed=5):
     """Return a whole layer in float64: operands, gradients and result."""
     torch.manual_seed(seed)
     x = torch.randn(64, 2, 16 * ranks, dtype=torch.float64) / 8
@@ -55,7 +55,7 @@ def layers_under_policies(group, settings, dtype, verify_every=0):
         for kind, bias, sequence_parallel, (name, policy) in itertools.product(
             ("ColumnParallelLinear", "RowParallelLinear"), (False, True), (False, True), POLICIES.items()
         ):
-            operands, gradients, y = whole(bias, group.size())
+            operands, gradients, y = unsharded_layer(bias, group.size())
             along = cuts(kind, sequence_parallel)
             own = [
                 (operand if dim is None else part(operand, group, dim)).to(dtype)

@@ -25,7 +25,7 @@ import ascend_parallel
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.exchanged_attention import exchanged_attention
-from ascend_parallel.patches.transformers.layers import IN_FORCE
+from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.skipif(
@@ -119,13 +119,13 @@ def trained(group, case):
                 (loss * context.group.size() / case.micro_batches).backward()
     finally:
         ascend_parallel.configure(num_chunks=1)
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
+    gradients = {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
     worst = max(float((gradients[name] - truth[name]).abs().max() / truth[name].abs().max()) for name in truth)
     count = COUNTS.as_dict()["key_gather" if case.exchange == "gather" else "head_exchange"]
     return worst, count["chunks"] / count["calls"], count["calls"]
 
 
-def whole(gradient):
+def full_tensor(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
@@ -167,7 +167,7 @@ def beside_tensor_parallelism(group, path):
         (model(**context.cut(ids, ids)).loss * context.group.size()).backward()
     finally:
         ascend_parallel.configure(num_chunks=1)
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
+    gradients = {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
     worst = max(float((gradients[name] - truth[name]).abs().max() / truth[name].abs().max()) for name in truth)
     return worst, context.exchange, sorted(COUNTS.as_dict())
 
@@ -325,9 +325,9 @@ def kept(group, folder):
         dist.barrier(group)  # rank 0 has written the plan
         ascend_parallel.configure(**settings)
         operands = [x.clone().requires_grad_() for x in (q, k, v)]
-        exchanged_attention(module, operands, attention, group, IN_FORCE.framework, own=own)  # measures
+        exchanged_attention(module, operands, attention, group, ACTIVE_PATCH.framework, own=own)  # measures
         calls.clear()
-        o = exchanged_attention(module, operands, attention, group, IN_FORCE.framework, own=own)
+        o = exchanged_attention(module, operands, attention, group, ACTIVE_PATCH.framework, own=own)
         found[name] = len(calls), torch.equal(o, q + k + v), str(ascend_parallel.coverage(module)).partition("; ")[2]
 
     try:

@@ -22,7 +22,7 @@ TREE = {"deterministic": "tp"}
 SHAPE, STEPS = (344, 48), 3
 
 
-def whole(x):
+def full_tensor(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -93,7 +93,7 @@ def of_functions(group, name):
         found = {}
         for dim in (0, 1):
             x = distribute_tensor(drawn(dim), mesh, [Shard(dim)]).requires_grad_()
-            found[dim] = tried(lambda x=x: digest(whole(FUNCTIONS[name](x)).double()))
+            found[dim] = tried(lambda x=x: digest(full_tensor(FUNCTIONS[name](x)).double()))
             found[dim, "gradient"] = tried(lambda x=x: gradient(name, x))
         return found
     finally:
@@ -101,11 +101,11 @@ def of_functions(group, name):
 
 
 def gradient(name, x):
-    y = whole(FUNCTIONS[name](x))
+    y = full_tensor(FUNCTIONS[name](x))
     if not y.requires_grad:
         return "none"
     (y * drawn(3, *y.shape)).sum().backward() if y.ndim else y.backward()
-    return digest(whole(x.grad))
+    return digest(full_tensor(x.grad))
 
 
 @pytest.mark.sample(12)
@@ -147,7 +147,7 @@ def of_optimizer(group, name, dims):
         optimizer = getattr(torch.optim, name)(weights)
         for _ in range(STEPS):
             optimizer.step(lambda: bowl(weights))
-        return [digest(whole(weight)) for weight in weights]
+        return [digest(full_tensor(weight)) for weight in weights]
     except (DegreeError, RuntimeError) as error:
         return str(error)
     finally:
@@ -172,7 +172,7 @@ def test_without_it_torch_computes_them(group):
     """Also after it was in force, in the order of its own sums."""
     x = distribute_tensor(drawn(0), init_device_mesh("cpu", (group.size(),)), [Shard(0)])
     for _ in range(2):
-        torch.testing.assert_close(whole(x.sum()).double(), drawn(0).double().sum(), rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(whole(x.t() @ x), drawn(0).t() @ drawn(0), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(full_tensor(x.sum()).double(), drawn(0).double().sum(), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(full_tensor(x.t() @ x), drawn(0).t() @ drawn(0), rtol=1e-4, atol=1e-3)
         ascend_parallel.configure(**TREE)
         ascend_parallel.configure(num_chunks=1)

@@ -14,7 +14,7 @@ import ascend_parallel
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch_parallel
-from hugging_face import load, step, tokens, whole, write
+from hugging_face import full_tensor, load, step, tokens, write
 from marks import promise
 
 from ascend_parallel.patches.dtensor_norm import install_norms, remove_norms
@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16
 
 def clip(gradients, limit):
     """Clip by torch's own norm; its own scaling takes no DTensors beside plain tensors, as transformers has them."""
-    norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
+    norm = float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
     for gradient in gradients:
         gradient.mul_(min(1.0, limit / norm))
     return norm
@@ -45,7 +45,7 @@ def trained(model, loss_of, clips=True):
             norms.append(clip([p.grad for p in model.parameters()], 0.1))
         optimizer.step()
         losses.append(loss.item().hex())
-    return {"losses": losses, "norms": norms, **{name: digest(whole(p)) for name, p in model.named_parameters()}}
+    return {"losses": losses, "norms": norms, **{name: digest(full_tensor(p)) for name, p in model.named_parameters()}}
 
 
 def llama(group, path, dtype, settings):
@@ -61,7 +61,7 @@ def llama(group, path, dtype, settings):
 
 def native_loss(model, step):
     ids = torch.randint(torch_parallel.VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(step))
-    return torch.nn.functional.cross_entropy(whole(model(ids)).float().flatten(0, 1), ids.flatten())
+    return torch.nn.functional.cross_entropy(full_tensor(model(ids)).float().flatten(0, 1), ids.flatten())
 
 
 def native(group, dtype, settings, plan="plain"):
@@ -247,9 +247,9 @@ def norms_of_orders(group):
         for order in ORDERS:
             ways = [torch.nn.utils.get_total_norm([sharded], order, foreach=foreach) for foreach in (None, False)]
             ways.append(torch.linalg.vector_norm(sharded, order))
-            found[order] = {whole(norm).item().hex() for norm in ways}
+            found[order] = {full_tensor(norm).item().hex() for norm in ways}
             torch.testing.assert_close(
-                whole(ways[0]), torch.linalg.vector_norm(x.double(), order).float(), rtol=1e-5, atol=0
+                full_tensor(ways[0]), torch.linalg.vector_norm(x.double(), order).float(), rtol=1e-5, atol=0
             )
         return found
     finally:

@@ -28,7 +28,7 @@ GPT |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 BIASES = {"hidden": 128, "heads": 8, "ffn_hidden_size": 512}
 
 
-def whole(parameter, tensor, group):
+def of_all_ranks(parameter, tensor, group):
     """The weight or gradient of all ranks, packed as that of one rank."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
@@ -100,7 +100,7 @@ def train(group, options, settings, dtype=torch.float32, steps=STEPS, batch=(4, 
             loss.backward()
             norms.append(optimizer.step())
             losses.append(loss.item().hex())
-        found = {name: digest(whole(p, p.data, group)) for name, p in model.named_parameters()}
+        found = {name: digest(of_all_ranks(p, p.data, group)) for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, **found}
 
 

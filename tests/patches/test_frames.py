@@ -9,7 +9,7 @@ import inspect
 import torch
 from counted_functions import functions_of, in_words
 from layers import Layers
-from planted_clocks import planted, whole
+from planted_clocks import one_chunk_wins, planted
 from pool import on_ranks
 
 import ascend_parallel
@@ -51,7 +51,7 @@ def test_a_warm_call_runs_few_functions_of_this_package(group):
 
 @on_ranks(2)
 def test_a_layer_that_is_left_whole_runs_fewer(group):
-    with Layers(group.size()) as layers, planted(whole):
+    with Layers(group.size()) as layers, planted(one_chunk_wins):
         for kind, sequence_parallel in MOST:
             ascend_parallel.configure(auto=True)
             layer, x = made(layers, kind, sequence_parallel)
@@ -74,7 +74,7 @@ CHANGES = {
 @on_ranks(2)
 def test_another_call_than_the_one_that_was_left_whole_is_decided_anew(group):
     """The second call of either kind is one look-up."""
-    with Layers(group.size()) as layers, planted(whole):
+    with Layers(group.size()) as layers, planted(one_chunk_wins):
         for kind, sequence_parallel in (("RowParallelLinear", False), ("ColumnParallelLinear", True)):
             for what, changed in CHANGES.items():
                 ascend_parallel.configure(auto=True)
@@ -90,7 +90,7 @@ def test_another_call_than_the_one_that_was_left_whole_is_decided_anew(group):
 
 @on_ranks(2)
 def test_modes_and_options_of_a_layer_are_part_of_what_was_decided(group):
-    with Layers(group.size()) as layers, planted(whole):
+    with Layers(group.size()) as layers, planted(one_chunk_wins):
         ascend_parallel.configure(auto=True)
         layer, x = made(layers, "RowParallelLinear", False)
         warm(layer, x)

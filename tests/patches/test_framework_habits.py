@@ -10,7 +10,7 @@ import hugging_face
 import pytest
 import torch
 import torch.nn.functional as F
-from hugging_face import both, load, unequal, whole, worst, write
+from hugging_face import both, full_tensor, load, unequal, worst, write
 from marks import promise
 from pool import on_ranks
 from torch import nn
@@ -79,7 +79,7 @@ def hooked(model, x):
 def differentiated(model, x):
     y = model.last(model.a(x) * model.b(x))
     (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    return y + whole(dx)
+    return y + full_tensor(dx)
 
 
 BODIES = [scaled, residual, local, gated_without_gradients, gated_in_16_bits, recomputed, first_recomputed]
@@ -120,9 +120,9 @@ def used(group, model):
     model.zero_grad()
     x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(7)).chunk(group.size(), 1)[group.rank()]
     x = x.clone().requires_grad_()
-    y = whole(model(x))
+    y = full_tensor(model(x))
     y.square().sum().backward()
-    gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
@@ -140,7 +140,7 @@ def refused(model, x, change):
     def run(model):
         model.zero_grad()
         y = model(x)
-        y = whole(y if isinstance(y, torch.Tensor) else y.logits).square().sum()
+        y = full_tensor(y if isinstance(y, torch.Tensor) else y.logits).square().sum()
         with torch.no_grad():
             change(model)
         try:

@@ -14,7 +14,7 @@ from ascend_parallel.environment import read_settings
 from ascend_parallel.patch_control import PatchControl
 from ascend_parallel.patches.applied import Patches
 from ascend_parallel.patches.base import PatchError, PatchSet
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.settings import Settings
 
 INFO = "'megatron.core.package_info'"
@@ -142,9 +142,9 @@ def test_a_framework_whose_layers_cannot_be_imported_is_left_with_the_reason(nam
     (tmp_path / f"{name}-1.5.dist-info").mkdir()
     (tmp_path / f"{name}-1.5.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
     monkeypatch.syspath_prepend(tmp_path)
-    seam = Seam(name=name, title=name, module=f"{name}.layers", make=lambda settings: None)
+    framework = FrameworkPatch(name=name, title=name, module=f"{name}.layers", make=lambda settings: None)
     with pytest.raises(PatchError) as error:
-        Patches().apply(seam, Settings(num_chunks=4))
+        Patches().apply(framework, Settings(num_chunks=4))
     assert str(error.value) == f"{name}: found version 1.5, {why.format(f'{name}.layers')}"
 
 
@@ -153,7 +153,7 @@ def test_what_a_framework_prints_as_it_is_imported_is_not_in_the_output_of_a_com
     (tmp_path / "talking.py").write_text("print('Automatically detected platform')")
     monkeypatch.syspath_prepend(tmp_path)
     made = AppliedPatches("talking", "1.5", PatchSet("talking", None, []))
-    seam = Seam(name="talking", title="talking", module="talking", make=lambda settings: made)
-    monkeypatch.setattr(patch_control, "wanted", lambda settings: [seam])
+    framework = FrameworkPatch(name="talking", title="talking", module="talking", make=lambda settings: made)
+    monkeypatch.setattr(patch_control, "wanted", lambda settings: [framework])
     assert PatchControl().try_apply() == {}
     assert capsys.readouterr() == ("", "Automatically detected platform\n")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fused_gradients import install
 from grouped_experts import grouped_mm, grouped_mm_of_rows
-from hugging_face import whole
+from hugging_face import full_tensor
 from logged import logged
 from marks import promise
 from megatron_cpu import next_token_loss
@@ -220,7 +220,7 @@ def sharded(group, options):
             for name, parameter in model.named_parameters():
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
             next_token_loss(model, tokens_of(0)).backward()
-            runs.append({n: whole(p.grad).clone() for n, p in model.named_parameters()})
+            runs.append({n: full_tensor(p.grad).clone() for n, p in model.named_parameters()})
             counts.append(ascend_parallel.ops.COUNTS.as_dict().get("expert_exchange", {}).get("chunks", 0))
             ran.append({seen.count(name) for name in runs[-1]})
         model = built(**options)

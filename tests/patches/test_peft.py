@@ -18,7 +18,7 @@ pytest.importorskip("transformers", "5.17", reason="peft shards adapters beside 
 
 import peft
 import transformers
-from hugging_face import Written, both, count_of, launched_by, step, tokens, unequal, whole, worst
+from hugging_face import Written, both, count_of, full_tensor, launched_by, step, tokens, unequal, worst
 from marks import promise
 from torch.overrides import TorchFunctionMode
 
@@ -70,7 +70,7 @@ def run(path, targets, dtype=torch.float32, plan=True):
 
     def stepped(optimizer, *_):
         named = [(name, weight.grad) for name, weight in space["model"].named_parameters() if weight.requires_grad]
-        seen.update({f"{name} {len(seen)}": whole(gradient).clone() for name, gradient in named})
+        seen.update({f"{name} {len(seen)}": full_tensor(gradient).clone() for name, gradient in named})
 
     space = {
         "torch": torch,

@@ -15,7 +15,7 @@ from marks import promise
 
 from ascend_parallel import __version__
 from ascend_parallel.process_groups import consistency
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ascend_parallel.ops import pending
 from ascend_parallel.sharding import ProcessMesh
 from ascend_parallel.sharding.layout import REPLICATE
-from ascend_parallel.sharding.redistribute.across_meshes import exchange
+from ascend_parallel.sharding.redistribute.across_meshes import redistribute_across_meshes
 from ascend_parallel.sharding.redistribute.collectives import Request
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.tuning.measured.pass_parts import Collective
@@ -216,7 +216,7 @@ step = RedistributeStep("all_gather", 0, REPLICATE, REPLICATE)
 run = functools.partial(functools.partial, pending.run_collective)
 calls += [
     lambda: Request(step, groups[2], x[:1]).start().wait(),
-    lambda: exchange(x, x.shape, meshes[0], (REPLICATE,), meshes[1], (REPLICATE,), groups[3]),
+    lambda: redistribute_across_meshes(x, x.shape, meshes[0], (REPLICATE,), meshes[1], (REPLICATE,), groups[3]),
     run("the sum of gradients", dist.all_reduce, x.clone(), group=groups[4]),
     run("the norm of gradients", dist.all_gather, [x.clone(), x.clone()], x, group=groups[5]),
     run("the drawing of a seed", dist.broadcast, x.clone(), group=groups[6], group_src=1),
@@ -394,9 +394,9 @@ def given_up(group):
     with patch.object(consistency, "time_limit", lambda _: limit), patch.object(consistency, "PATIENCE", 0.1):
         if group.rank() < 2:
             with pytest.raises(DisagreementError) as error:
-                exchange(three, "the first place", {"call": 1}, DisagreementError)
+                store_all_gather(three, "the first place", {"call": 1}, DisagreementError)
     dist.barrier()
-    return error and str(error.value), exchange(three, "the second place", {"call": 2}, DisagreementError)
+    return error and str(error.value), store_all_gather(three, "the second place", {"call": 2}, DisagreementError)
 
 
 def test_all_ranks_that_came_give_up_together_and_the_next_exchange_is_anew(ranks):

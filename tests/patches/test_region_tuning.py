@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from gpt_training import REGION, megatron, train
-from planted_clocks import cut, planted, whole
+from planted_clocks import one_chunk_wins, planted, two_chunks_win
 
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
 
@@ -29,7 +29,7 @@ def tuned(group, clock, settings, path, options):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "sequence parallel"])
 @pytest.mark.parametrize(
     ("asked", "clock", "chunks"),
-    [("COC_TUNE", whole, 4), ("COC_TUNE", cut, 2), ("COC_PARALLEL_NUM=auto", whole, 4)],
+    [("COC_TUNE", one_chunk_wins, 4), ("COC_TUNE", two_chunks_win, 2), ("COC_PARALLEL_NUM=auto", one_chunk_wins, 4)],
 )
 def test_tuning_leaves_regions_their_chunks(ranks, tmp_path, asked, clock, chunks, sequence_parallel):
     """Where tuning keeps fc2 whole, a region takes four chunks; where it cuts fc2, the same chunks."""
@@ -42,12 +42,12 @@ def test_tuning_leaves_regions_their_chunks(ranks, tmp_path, asked, clock, chunk
         assert counts["region"] == {"calls": 4, "chunks": 4 * chunks, "collectives": 0}
     if asked == "COC_TUNE":
         kept = {len(entry.sizes) for entry in load_plan(path).entries if entry.run == "forward"}
-        assert kept == {1 if clock is whole else 2}
+        assert kept == {1 if clock is one_chunk_wins else 2}
 
 
 def planned(group, path, num_chunks):
     """Tune without regions into a plan in which every matmul is whole; return the counts of a run with this plan."""
-    with megatron(group.size()), planted(whole):
+    with megatron(group.size()), planted(one_chunk_wins):
         train({"steps": 1, "settings": {"tune": path}}, overlap=True)
         torch.distributed.barrier()
         settings = {**REGION, "num_chunks": num_chunks, "plan": path}
@@ -65,7 +65,7 @@ def test_a_plan_that_keeps_layers_whole_leaves_regions_their_chunks(ranks, tmp_p
 
 def few_rows(group, path):
     """Return the counts of a run whose rows are too few for two chunks of `region_rows`."""
-    return tuned(group, whole, {"tune": path, "region_rows": 200, "strict": False}, path, {})[2]
+    return tuned(group, one_chunk_wins, {"tune": path, "region_rows": 200, "strict": False}, path, {})[2]
 
 
 @pytest.mark.slow

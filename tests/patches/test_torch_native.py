@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hugging_face import both, checked, unequal, whole, worst
+from hugging_face import both, checked, full_tensor, unequal, worst
 from launch import launch
 from pairwise import base_choice
 from pool import on_ranks
@@ -64,8 +64,12 @@ def stepped(model, dtype=torch.float32):
     model.zero_grad()
     x, dy = (torch.randn(512, 256, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
     y = model(x.requires_grad_())
-    whole(y).backward(dy)
-    return {"y": whole(y).detach(), "dx": x.grad, **{name: whole(p.grad) for name, p in model.named_parameters()}}
+    full_tensor(y).backward(dy)
+    return {
+        "y": full_tensor(y).detach(),
+        "dx": x.grad,
+        **{name: full_tensor(p.grad) for name, p in model.named_parameters()},
+    }
 
 
 @on_ranks(2)
@@ -157,7 +161,7 @@ def test_habits_of_users_keep_plains_bits(group):
         found[plan, "frozen"] = unequal(*both(model, step))
         with torch.no_grad():
             ids = torch.randint(480, (2, 96))
-            plain, overlapped = both(model, lambda model, ids=ids: {"y": whole(model(ids))})
+            plain, overlapped = both(model, lambda model, ids=ids: {"y": full_tensor(model(ids))})
         found[plan, "no gradients"] = unequal(plain, overlapped)
     assert {name: different for name, different in found.items() if different} == {}
 

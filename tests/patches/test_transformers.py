@@ -14,7 +14,7 @@ from ascend_parallel.patches.base import version_tuple
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
+from hugging_face import Written, both, checked, count_of, full_tensor, load, step, tokens, unequal, worst
 
 AS_TRIED = pytest.mark.skipif(
     version_tuple(importlib.metadata.version("transformers")) < (5, 23),
@@ -174,7 +174,7 @@ def _twice(model):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)
     loss.backward()
-    return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {name: full_tensor(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
 def test_habits_of_users_keep_plains_bits(ranks, path):
@@ -249,11 +249,11 @@ def test_verification_compares_with_transformers_own_and_finds_a_planted_fault(r
 
 
 def disagreeing(group, path):
-    from ascend_parallel.patches.transformers.layers import IN_FORCE
+    from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 
     model = load(group, path)
     if group.rank() == 1:
-        IN_FORCE.add_text("a layer of this rank alone")
+        ACTIVE_PATCH.add_text("a layer of this rank alone")
     ascend_parallel.configure(num_chunks=4)
     try:
         step(model)
@@ -262,7 +262,7 @@ def disagreeing(group, path):
         error = str(found)
     ascend_parallel.configure(num_chunks=1)
     if group.rank() == 0:
-        IN_FORCE.add_text("a layer of this rank alone")
+        ACTIVE_PATCH.add_text("a layer of this rank alone")
     dist.barrier(group)
     return error
 

@@ -15,7 +15,7 @@ from ascend_parallel.tuning.measured.chunk_plan import load_plan
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hugging_face import Written, both, checked, count_of, load, step, tokens, unequal, whole, worst
+from hugging_face import Written, both, checked, count_of, full_tensor, load, step, tokens, unequal, worst
 from marks import promise
 
 pytestmark = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def made(group, path, case):
     if case.skewed:
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
-                skew(whole(parameter.data), parameter.data)
+                skew(full_tensor(parameter.data), parameter.data)
     if case.wrapped == "checkpoints":
         model.gradient_checkpointing_enable()
     return model

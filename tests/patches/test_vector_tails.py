@@ -50,7 +50,7 @@ class Mlp(torch.nn.Module):
         return self.down(self.activation(z) * self.scale)
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -63,7 +63,7 @@ def gathered(tensor, group):
 def step_of(model, x, group):
     y = model(x)
     y.square().mean().backward()
-    found = {name: digest(whole(p.grad)) for name, p in model.named_parameters()}
+    found = {name: digest(full_tensor(p.grad)) for name, p in model.named_parameters()}
     return {"y": digest(y), "dx": digest(x.grad), "scale": digest(gathered(model.scale.grad, group)), **found}
 
 
@@ -116,11 +116,13 @@ def llama(group, paths):
         ascend_parallel.configure(**TREE)
         try:
             ids = torch.randint(480, (2, 13), generator=torch.Generator().manual_seed(3))
-            loss = F.cross_entropy(whole(model(input_ids=ids[:, :-1]).logits).flatten(0, 1), ids[:, 1:].flatten())
+            loss = F.cross_entropy(full_tensor(model(input_ids=ids[:, :-1]).logits).flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
         finally:
             ascend_parallel.configure(num_chunks=1)
-        found.append({"loss": loss.item().hex(), **{n: digest(whole(p.grad)) for n, p in model.named_parameters()}})
+        found.append(
+            {"loss": loss.item().hex(), **{n: digest(full_tensor(p.grad)) for n, p in model.named_parameters()}}
+        )
     return found
 
 

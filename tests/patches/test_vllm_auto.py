@@ -18,9 +18,9 @@ from ascend_parallel.patches.vllm.auto import (
     WHOLE,
     MeasuredCounts,
     PlannedCounts,
+    StepVariant,
     Sum,
     TimedSteps,
-    Way,
     chosen,
     measure,
     tried_tokens,
@@ -33,7 +33,7 @@ from ascend_parallel.process_groups.consistency import DisagreementError
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 
-WAYS = [WHOLE, *CUT]
+VARIANTS = [WHOLE, *CUT]
 
 
 def turns(*seconds):
@@ -51,7 +51,7 @@ def turns(*seconds):
     ],
 )
 def test_the_fastest_count_of_the_slowest_rank(by_rank, count):
-    assert chosen(2048, WAYS, by_rank).way == Way(count)
+    assert chosen(2048, VARIANTS, by_rank).variant == StepVariant(count)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_fastest_count_of_the_slowest_rank(by_rank, count):
     ],
 )
 def test_the_graphs_are_left_where_that_gains_over_the_fastest_way_in_them(seconds, words):
-    assert str(chosen(2048, [*WAYS, *EAGER], [turns(*seconds)])) == f"2048 tokens {words}"
+    assert str(chosen(2048, [*VARIANTS, *EAGER], [turns(*seconds)])) == f"2048 tokens {words}"
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_graphs_without_operators_are_left_or_kept_whole(seconds, words):
 
 
 def test_a_number_of_tokens_takes_the_count_of_the_nearest():
-    found = MeasuredCounts((TimedSteps(4096, {}, Way(8, eager=True)), TimedSteps(1024, {}, WHOLE)), 0.0)
+    found = MeasuredCounts((TimedSteps(4096, {}, StepVariant(8, eager=True)), TimedSteps(1024, {}, WHOLE)), 0.0)
     summed = Sum(768, 768, torch.float32)
     assert [found.count(tokens, summed) for tokens in (256, 1024, 2000, 2100, 4096, 9000)] == [1, 1, 1, 8, 8, 8]
-    assert [found.way(tokens).eager for tokens in (1024, 4096)] == [False, True]
+    assert [found.variant(tokens).eager for tokens in (1024, 4096)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -91,32 +91,32 @@ def test_a_number_of_tokens_takes_the_count_of_the_nearest():
 )
 def test_a_step_leaves_the_graphs_only_if_it_would_be_cut_there(device, leaving):
     vllm, model = Vllm(Settings(num_chunks=4), "0.32.0"), torch.nn.Module()
-    vllm.may_leave_graphs(model, in_way(Way(4, eager=True)))
-    vllm.keep_counts(2, in_way(WHOLE))  # of another engine, which was loaded later
+    vllm.may_leave_graphs(model, with_variant(StepVariant(4, eager=True)))
+    vllm.keep_counts(2, with_variant(WHOLE))  # of another engine, which was loaded later
     assert [vllm.leaves_graphs(model, tokens, device) for tokens in (1, 255, 512, 2048)] == leaving
     assert not any(vllm.leaves_graphs(torch.nn.Module(), tokens, device) for tokens in (1, 255, 512, 2048))
 
 
-def in_way(way):
+def with_variant(variant):
     """Return what would be known if this way was the fastest; None: nothing is."""
-    return way and MeasuredCounts((TimedSteps(2048, {}, way),), 0.0)
+    return variant and MeasuredCounts((TimedSteps(2048, {}, variant),), 0.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "away"),
+    ("name", "variant", "away"),
     [
         ("down", None, False),  # an operator
         (None, None, True),  # nothing is timed yet
         (None, WHOLE, True),
-        (None, Way(4, eager=True), False),
+        (None, StepVariant(4, eager=True), False),
     ],
 )
-def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(name, way, away):
+def test_coverage_is_of_operators_and_of_steps_that_leave_the_graphs(name, variant, away):
     vllm, layer, beside = Vllm(Settings(num_chunks=4), "0.32.0"), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     if name is not None:
         setattr(layer, LAYER_NAME, name)
     model = torch.nn.Sequential(torch.nn.Sequential(layer))
-    vllm.may_leave_graphs(model, in_way(way))
+    vllm.may_leave_graphs(model, with_variant(variant))
     assert vllm.compiled_away(layer, Compiled.IN_ONE_GRAPH) is away
     assert vllm.compiled_away(layer, Compiled.NOT) is False
     assert vllm.compiled_away(beside, Compiled.IN_ONE_GRAPH) is True  # of a model that never leaves its graphs
@@ -160,9 +160,9 @@ def test_two_engines_of_a_process_keep_their_own_counts(monkeypatch):
         return found
 
     assert counts() == [4] * 4  # nothing is timed yet
-    for engine, way in zip(engines, (Way(8), WHOLE), strict=False):
+    for engine, variant in zip(engines, (StepVariant(8), WHOLE), strict=False):
         vllm.forget_model(engine_of(engine))
-        vllm.keep_counts(engine_of(engine), in_way(way))
+        vllm.keep_counts(engine_of(engine), with_variant(variant))
     assert counts() == [8, 1, 4, 1]  # outside a forward, as in an encoder, what was timed last
     vllm.forget_model(engine_of(engines[0]))  # a worker of this configuration loads a model anew
     assert counts() == [4, 1, 4, 1]
@@ -188,19 +188,21 @@ def measured(group):
     """Measure steps of which large ones are faster in four chunks on rank 1, and rank 0 sees no difference."""
     calls = []
 
-    def step(tokens, way):
-        calls.append((tokens, way.chunks))
-        faster = (tokens, way.chunks) in ((2048, 4), (512, 8))
+    def step(tokens, variant):
+        calls.append((tokens, variant.chunks))
+        faster = (tokens, variant.chunks) in ((2048, 4), (512, 8))
         time.sleep(0.02 if group.rank() == 0 or faster else 0.06)
 
-    found = measure(step, tried_tokens(2048, 256), WAYS, group)
-    return [each.way.chunks for each in found.steps], str(found), calls
+    found = measure(step, tried_tokens(2048, 256), VARIANTS, group)
+    return [each.variant.chunks for each in found.steps], str(found), calls
 
 
 def test_ranks_time_the_same_steps_and_take_the_same_counts(ranks):
     first, second = ranks(2).run(measured)
     assert first[0] == second[0] == [4, 8] and first[2] == second[2]
-    assert first[2] == [(tokens, way.chunks) for tokens in (2048, 512) for _ in range(1 + TURNS) for way in WAYS]
+    assert first[2] == [
+        (tokens, variant.chunks) for tokens in (2048, 512) for _ in range(1 + TURNS) for variant in VARIANTS
+    ]
     assert "2048 tokens in 4 chunks (" in first[1] and "512 tokens in 8 chunks (" in first[1]
 
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import CollectiveError
-from ascend_parallel.patches.vllm.bits import Matmul, ask, least_rows, probed_rows
+from ascend_parallel.patches.vllm.bits import LayerMatmul, ask, least_rows, probed_rows
 from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
 
 CPU = torch.device("cpu")
 LADDER = ladder_of("cpu")
-WIDE = Matmul(8, 4, torch.float32, False, "UnquantizedLinearMethod")
-NARROW = Matmul(4, 8, torch.bfloat16, True, "CompressedTensorsWNA16")
+WIDE = LayerMatmul(8, 4, torch.float32, False, "UnquantizedLinearMethod")
+NARROW = LayerMatmul(4, 8, torch.bfloat16, True, "CompressedTensorsWNA16")
 
 
 def of_another_routine_below(rows):

@@ -8,11 +8,11 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.diagnostics.timeline.align import compare
 from ascend_parallel.ops import shm
 from ascend_parallel.ops.pending import roll_call
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 TALKS = {
-    "exchange": lambda group: exchange(group, "here", {"rank": group.rank()}, DisagreementError),
+    "all-gather": lambda group: store_all_gather(group, "here", {"rank": group.rank()}, DisagreementError),
     "roll call": roll_call,
     "clocks": compare,
     "shared memory": lambda group: (shm._SHARED.pop(group, None), shm.reach(group)),

@@ -28,7 +28,7 @@ def columns_and_rows(path, module, mesh):
         module.weight = shard_tensor(module.weight, mesh, [Replicate(), cut])
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -49,7 +49,7 @@ def looked(_group, name, **changes):
             own = isinstance(next(module.parameters()), DTensor)
             detached = (output[0] if isinstance(output, tuple) else output).detach()
             assert ("DTensor" in repr(detached)) == own
-            seen[own].append([whole(each) for each in (detached, detached.norm(), detached.isnan().any())])
+            seen[own].append([full_tensor(each) for each in (detached, detached.norm(), detached.isnan().any())])
 
         for each in (*model.modules(), *truth.modules()):
             if type(each).__name__.endswith(("MLP", "Attention")):
@@ -103,7 +103,7 @@ def test_a_tensor_that_the_forward_makes_is_replicated(group):
     torch.testing.assert_close(unshard(found), truth(x))
     unshard(found).square().sum().backward()
     truth(x).square().sum().backward()
-    torch.testing.assert_close(whole(model.linear.weight.grad), truth.linear.weight.grad)
+    torch.testing.assert_close(full_tensor(model.linear.weight.grad), truth.linear.weight.grad)
     # Outside of the forward too, also after a forward that failed.
     for _ in range(2):
         torch.testing.assert_close(unshard(found.detach() * torch.arange(4)), truth(x).detach() * torch.arange(4))

@@ -146,7 +146,7 @@ def in_two_chunks(layer, operator, parts):
     return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2)), 1.0, 0.5)
 
 
-def whole(layer, operator, parts):
+def one_chunk(layer, operator, parts):
     """Keep one chunk."""
     return TunedPass((parts.rows,), 1.0, 1.0)
 
@@ -229,7 +229,7 @@ def test_what_stays_whole_has_the_bits_of_one_chunk(group):
     for settings in (Settings(mode=2), Settings(auto=True)):
         sharded = ShardedModule(model, plan, settings=settings)
         ascend_parallel.ops.COUNTS.clear()
-        with mock.patch.object(tuner, "confirmed", whole):
+        with mock.patch.object(tuner, "confirmed", one_chunk):
             found.append([*step(sharded, x), sharded.full_gradients()])
         counts = ascend_parallel.ops.COUNTS.as_dict()
         assert all(count["chunks"] == count["calls"] > 0 for count in counts.values()), counts

@@ -8,12 +8,12 @@ from ascend_parallel.ops import bits
 
 @contextlib.contextmanager
 def agreements():
-    """Note the exchanges of the probe: of each, how many matmuls were asked about, with none on a device's way."""
-    asked, usual = [], bits.exchange
+    """Note each message of the probe: how many matmuls were asked about, with none on a device's way."""
+    asked, usual = [], bits.store_all_gather
 
     def noting(group, place, value, *others, **options):
         asked.append(len(value))
         return usual(group, place, value, *others, **options)
 
-    with mock.patch.object(bits, "exchange", noting):
+    with mock.patch.object(bits, "store_all_gather", noting):
         yield asked

@@ -106,7 +106,7 @@ def tokens(seed=1):
     return torch.randint(VOCABULARY, ROWS, generator=torch.Generator().manual_seed(seed))
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -118,7 +118,7 @@ def step(model, micro_batches=1):
         ids = tokens(seed)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-    gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
     return {"loss": loss.detach(), **{name: gradient.detach().clone() for name, gradient in gradients.items()}}
 
 

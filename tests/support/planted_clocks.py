@@ -5,12 +5,12 @@ from unittest import mock
 from ascend_parallel.tuning.measured import pass_times
 
 
-def whole(self, operator, candidates, rounds):
+def one_chunk_wins(self, operator, candidates, rounds):
     """A clock by which every cut loses."""
     return {sizes: [float(len(sizes))] * rounds for sizes in candidates}
 
 
-def cut(self, operator, candidates, rounds):
+def two_chunks_win(self, operator, candidates, rounds):
     """A clock by which two chunks win."""
     return {sizes: [1.0 + abs(len(sizes) - 2)] * rounds for sizes in candidates}
 

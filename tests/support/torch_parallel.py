@@ -108,14 +108,16 @@ def parallel(model, mesh, plan):
 
 def step(model, micro_batches=1, rows=(2, 96)):
     """Return the loss and every gradient, whole, of one training step."""
-    from hugging_face import whole
+    from hugging_face import full_tensor
 
     model.zero_grad()
     for seed in range(micro_batches):
         ids = torch.randint(VOCABULARY, rows, generator=torch.Generator().manual_seed(seed))
-        loss = F.cross_entropy(whole(model(ids)).flatten(0, 1), ids.flatten())
+        loss = F.cross_entropy(full_tensor(model(ids)).flatten(0, 1), ids.flatten())
         loss.backward()
     found = {
-        name: whole(each.grad).detach().clone() for name, each in model.named_parameters() if each.grad is not None
+        name: full_tensor(each.grad).detach().clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
     }
     return {"loss": loss.detach(), **found}

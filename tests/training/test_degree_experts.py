@@ -70,7 +70,7 @@ def degrees_of(dp, ep, tp, pp, **options):
 def test_the_time_is_that_of_the_whole_plan_on_all_ranks(mesh):
     degrees = degrees_of(*mesh)
     whole = step_of_whole_plan(degrees.tables((), HARDWARE, None), *built_preset(MIXTURE, LENGTH, ROWS))
-    assert evaluation().parts(degrees).total == pytest.approx(whole, rel=1e-5)
+    assert evaluation().breakdown(degrees).total == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.sample(1)
@@ -95,7 +95,7 @@ def test_groups_hide_a_part_of_the_all_to_alls():
     trace = functools.cache(made.trace)
     degrees = Degrees(dp=1, ep=4, tp=1, pp=1, rows=64, micro_batches=1)
     parts = [
-        Evaluation(hardware, Planner(trace, hardware, Settings(num_chunks=count)), masters=True).parts(degrees)
+        Evaluation(hardware, Planner(trace, hardware, Settings(num_chunks=count)), masters=True).breakdown(degrees)
         for count in (1, 2)
     ]
     one, two = parts
@@ -112,14 +112,14 @@ def test_the_best_are_those_of_exhaustive_search():
     candidates = [each for each in search._candidates() if each.recompute == "none"]  # all fit without recompute
     assert {(each.dp, each.ep, each.tp, each.pp) for each in candidates} >= {*MESHES, (4, 1, 1, 1), (1, 1, 4, 1)}
     assert all(each.rows % each.ep == 0 for each in candidates)
-    times = sorted(search.evaluation.parts(each).total for each in candidates)
+    times = sorted(search.evaluation.breakdown(each).total for each in candidates)
     assert [each.seconds for each in found.best] == times[: len(found.best)]
     for each in candidates:
-        assert search.evaluation.bound(each) <= search.evaluation.parts(each).total * (1 + 1e-12), each
+        assert search.evaluation.bound(each) <= search.evaluation.breakdown(each).total * (1 + 1e-12), each
         assert search.evaluation.least_memory(each) <= search.evaluation.memory(each).total, each
     given = searching.search_traced(traced(), ranks=4, memory=LIMIT, hardware=HARDWARE, ep=2)
     assert {each.degrees.ep for each in given.best} == {2}
-    assert given.best[0].seconds == min(search.evaluation.parts(each).total for each in candidates if each.ep == 2)
+    assert given.best[0].seconds == min(search.evaluation.breakdown(each).total for each in candidates if each.ep == 2)
 
 
 def test_degrees_of_experts_divide_ranks_and_experts():

@@ -38,7 +38,7 @@ from gpt import GPT  # noqa: E402
 from small_models import Llama  # noqa: E402
 
 OF_OPERATORS = ("forward", "backward", "forward_sent", "backward_sent")
-OF_OPERATORS += ("touched", "sent", "whole", "crossing")
+OF_OPERATORS += ("touched", "sent", "unsharded", "crossing")
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
 
 
@@ -97,14 +97,14 @@ def test_the_best_are_those_of_exhaustive_search(make, ranks, limit):
         if each.recompute != "none" and replace(each, recompute="none", recompute_layers=()) in plain:
             continue  # recompute takes time, and it fits without
         key = replace(each, recompute_layers=())
-        fastest[key] = min(fastest.get(key, inf), search.evaluation.parts(each).total)
+        fastest[key] = min(fastest.get(key, inf), search.evaluation.breakdown(each).total)
     times = sorted(fastest.values())
     assert [each.seconds for each in best] == times[: len(best)]
     if limit < 1e9:
         assert any(each.degrees.recompute_layers and each.recomputed for each in best)
     assert len(best) == min(searching.BEST, len(times))
     for each in candidates:
-        assert search.evaluation.bound(each) <= search.evaluation.parts(each).total * (1 + 1e-12), each
+        assert search.evaluation.bound(each) <= search.evaluation.breakdown(each).total * (1 + 1e-12), each
         assert search.evaluation.least_memory(each) <= search.evaluation.memory(each).total, each
 
 
@@ -147,7 +147,7 @@ def test_the_time_is_that_of_the_whole_plan_on_all_ranks():
     (model, batch), by_rows = llama(rows=8), TracedByRows()
     for each in of_mesh.values():
         whole = step_of_whole_plan(each.tables((), "910b", None), model, batch, trace_step=by_rows)
-        assert search.evaluation.parts(each).total == pytest.approx(whole, rel=1e-5), each
+        assert search.evaluation.breakdown(each).total == pytest.approx(whole, rel=1e-5), each
         assert whole >= best.seconds * (1 - 1e-5), each
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_share_sequences_cost_what_the_whole_plan_does(dp, cp, tp, pp
     assert (tables["mesh"]["cp"], tables["sequence_dim"]) == (cp, "cp")
     assert (tables["sequence_exchange"], tables["sequence_groups"]) == sharing
     model, batch = llama(rows=8)
-    predicted, whole = evaluation.parts(each).total, step_of_whole_plan(tables, model, batch)
+    predicted, whole = evaluation.breakdown(each).total, step_of_whole_plan(tables, model, batch)
     if dp == 1:
         assert predicted == pytest.approx(whole, rel=1e-5)
     else:  # the whole plan sums slices over cp, between a reduce-scatter and an all-gather over dp

@@ -90,7 +90,7 @@ def planned(name, length, degrees):
     ranks = degrees.dp * degrees.replica * degrees.pp
     planner = Planner(cache(GraphFamily(traced.trace).at), HARDWARE, Settings(), ranks=ranks)
     evaluation = Evaluation(HARDWARE, planner, masters=traced.masters)
-    return evaluation.parts(degrees).total, evaluation.memory(degrees)
+    return evaluation.breakdown(degrees).total, evaluation.memory(degrees)
 
 
 def described(name, length, degrees, runtime=PLANNED):

@@ -169,7 +169,7 @@ def test_no_sizes_beat_the_bound_and_the_search_beats_equal_chunks(name, problem
 
     best = best_sizes(problem.rows, seconds)
     assert costs.bound(problem, tail=tail, gathers_input=again) <= best.seconds * (1 + 1e-12)
-    assert best.seconds <= best.equal_seconds <= best.whole
+    assert best.seconds <= best.equal_seconds <= best.one_chunk
     assert best.seconds <= min(seconds(split_rows(problem.rows, count)) for count in (1, 2, 4, 8)) * (1 + 1e-6)
     assert best.seconds == seconds(best.sizes)
     assert sum(best.sizes) == problem.rows

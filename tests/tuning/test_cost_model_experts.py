@@ -164,7 +164,7 @@ def test_a_layer_in_turn_adds_experts_and_all_to_alls(ep, etp, inside):
         TransformerLayerTime(COSTS, model if each else replace(model, ffn=1), batch, sparse=each)
         for each in (True, False)
     )
-    mlp = [sum(MEGATRON.seconds(part) for part in dense.parts[way][-2:]) for way in (FORWARD, BACKWARD)]
+    mlp = [sum(MEGATRON.seconds(part) for part in dense.linear_passes[way][-2:]) for way in (FORWARD, BACKWARD)]
     act = dense.elementwise - sparse.elementwise
     forward, backward = sparse.forward(MEGATRON), sparse.backward(MEGATRON)
     assert forward == pytest.approx(dense.forward(MEGATRON) - mlp[0] - act + matmuls + activation + 2 * sent + around)

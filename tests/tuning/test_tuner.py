@@ -28,7 +28,7 @@ from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.process_groups.backend import NCCL, ROWS
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
-from ascend_parallel.tuning.measured.tuner import MeasuredParts, Tuner, clear, decide, predicted, scaled
+from ascend_parallel.tuning.measured.tuner import MeasuredBreakdowns, Tuner, clear, decide, predicted, scaled
 
 
 @promise("auto-no-loss")
@@ -62,8 +62,8 @@ SHAPE = LayerShape("row", 1024, 64, 64, 2, sequence_parallel=False, dtype=torch.
 PROBLEM = OPERATOR.problem
 
 
-def parts(matmul, collective, latency):
-    """Return parts with consistent times."""
+def breakdown(matmul, collective, latency):
+    """Return a breakdown with consistent times."""
     return PassBreakdown(
         rows=1024,
         count=8,
@@ -76,21 +76,21 @@ def parts(matmul, collective, latency):
 
 
 def test_what_the_model_makes_of_the_parts():
-    balanced = predicted(PROBLEM, parts(10e-3, 10e-3, 50e-6))
+    balanced = predicted(PROBLEM, breakdown(10e-3, 10e-3, 50e-6))
     assert len(balanced.sizes) > 2
     assert balanced.chosen < 0.7 * balanced.serial
-    assert predicted(PROBLEM, parts(10e-3, 1e-6, 1e-6)).sizes == (1024,)  # nothing to hide
-    assert predicted(PROBLEM, parts(1e-4, 1e-2, 1e-2)).sizes == (1024,)  # all latency: each piece costs as much
-    bound = predicted(PROBLEM, parts(10e-3, 30e-3, 50e-6))
+    assert predicted(PROBLEM, breakdown(10e-3, 1e-6, 1e-6)).sizes == (1024,)  # nothing to hide
+    assert predicted(PROBLEM, breakdown(1e-4, 1e-2, 1e-2)).sizes == (1024,)  # all latency: each piece costs as much
+    bound = predicted(PROBLEM, breakdown(10e-3, 30e-3, 50e-6))
     assert bound.sizes[0] < bound.sizes[-1]  # communication-bound: a short first chunk
 
 
 def test_one_chunk_is_predicted_as_its_parts_in_turn():
-    assert seconds(PROBLEM, parts(10e-3, 4e-3, 50e-6), (1024,)) == pytest.approx(14e-3)
+    assert seconds(PROBLEM, breakdown(10e-3, 4e-3, 50e-6), (1024,)) == pytest.approx(14e-3)
 
 
 def test_lanes_that_slow_each_other_down_hide_less():
-    free = parts(10e-3, 10e-3, 50e-6)
+    free = breakdown(10e-3, 10e-3, 50e-6)
     equal = (256,) * 4
     slowed = replace(free, compute_rate=0.6, collective_rate=0.8)
     in_turn = replace(free, compute_rate=0.5, collective_rate=0.5)
@@ -116,7 +116,7 @@ def test_rates_are_found_from_what_was_timed(piece, pieces, compute, collective)
 def test_the_parts_of_a_pass_follow_from_those_of_a_pass_alike():
     """A matmul has a time per operation, a collective one per byte beside its latency."""
     wide, thin = (replace(PROBLEM, k=k, n=n) for k, n in ((128, 64), (64, 16)))
-    known = parts(10e-3, 4e-3, 1e-3)
+    known = breakdown(10e-3, 4e-3, 1e-3)
     assert scaled(known, PROBLEM, wide).matmul == pytest.approx(20e-3)
     assert scaled(known, PROBLEM, wide).collective == pytest.approx(4e-3)
     assert scaled(known, PROBLEM, thin).matmul_piece == pytest.approx(10e-3 / 32)
@@ -171,14 +171,14 @@ GATHER = LayerShape("column", 1024, 64, 64, 2, sequence_parallel=True, dtype=tor
 def test_a_gather_that_is_not_cut_is_predicted_where_chunks_cost_more_than_they_hide():
     operator = GATHER.operator("forward")
     with mock.patch.dict(ROWS, {("gloo", "cpu"): NCCL}):
-        slow_start = predicted(operator.problem, parts(10e-3, 4e-3, 4e-3))  # each chunk costs as much as the whole
+        slow_start = predicted(operator.problem, breakdown(10e-3, 4e-3, 4e-3))  # each chunk costs as much as the whole
         assert slow_start.sizes == one_gather(1024)
         # The own rows take half of the matmul, which hides the gather.
         assert (slow_start.serial, slow_start.chosen) == pytest.approx((14e-3, 10e-3), rel=0.1)
-        assert len(predicted(operator.problem, parts(10e-3, 40e-3, 50e-6)).sizes) > 2
+        assert len(predicted(operator.problem, breakdown(10e-3, 40e-3, 50e-6)).sizes) > 2
     too_small = replace(operator.problem, device="cuda")  # its chunks have a tile or two
-    assert predicted(too_small, parts(10e-3, 40e-3, 50e-6)).sizes == one_gather(1024)
-    assert not is_one_gather(predicted(operator.problem, parts(10e-3, 4e-3, 4e-3)).sizes)  # on a CPU
+    assert predicted(too_small, breakdown(10e-3, 40e-3, 50e-6)).sizes == one_gather(1024)
+    assert not is_one_gather(predicted(operator.problem, breakdown(10e-3, 4e-3, 4e-3)).sizes)  # on a CPU
 
 
 def one_gather_wins(group, tune):
@@ -193,12 +193,12 @@ def one_gather_wins(group, tune):
         return {sizes: [1.0 if is_one_gather(sizes) else 2.0] * rounds for sizes in candidates}
 
     def alike(self, layer, operator):
-        return parts(10e-3, 4e-3, 4e-3)
+        return breakdown(10e-3, 4e-3, 4e-3)
 
     with (
         as_backend("nccl", group),
         mock.patch.object(pass_times.TimedLinear, "time_sizes", clock),
-        mock.patch.object(MeasuredParts, "of", alike),
+        mock.patch.object(MeasuredBreakdowns, "of", alike),
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": "/no/such/cache"}),
         logged(lambda record: record.getMessage()) as lines,
     ):
@@ -230,11 +230,11 @@ def test_one_pass_of_each_kind_is_measured():
         def __init__(self, kind):
             self.shape, self.asked = SHAPE._replace(kind=kind), []
 
-        def parts(self, operator, rounds):
+        def breakdown(self, operator, rounds):
             self.asked.append((operator.problem.operator, rounds))
-            return parts(10e-3, 4e-3, 1e-3)
+            return breakdown(10e-3, 4e-3, 1e-3)
 
-    known, row, column = MeasuredParts(), Timed("row"), Timed("column")
+    known, row, column = MeasuredBreakdowns(), Timed("row"), Timed("column")
     for n in (64, 128, 64 * 9, 1024):
         known.of(row, SHAPE._replace(n=n).operator("forward"))
     known.of(column, OPERATOR)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from generate import saved_model
 
-from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, TimedSteps, Way
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, StepVariant, TimedSteps
 
 LENGTHS = [600, 90]
 RUNS = (1, 4, 4, "auto")  # the third has the cache of the second
@@ -32,24 +32,24 @@ def compiled(folder):
             COUNTS.clear()
             found.append([generated(llm, LENGTHS), graphs, COUNTS.as_dict()])
             if count == "auto":  # which way is the fastest depends on the machine
-                for way in (Way(4), Way(4, eager=True)):
+                for variant in (StepVariant(4), StepVariant(4, eager=True)):
                     COUNTS.clear()
-                    with RowParallelLinear.forward.ascend_parallel.trying(way):
+                    with RowParallelLinear.forward.ascend_parallel.trying(variant):
                         found.append([generated(llm, LENGTHS), graphs, COUNTS.as_dict()])
-                told = [told_of(llm, way) for way in (WHOLE, Way(4, eager=True))]
+                told = [told_of(llm, variant) for variant in (WHOLE, StepVariant(4, eager=True))]
                 ascend_parallel.configure(num_chunks=1)
                 found.append([generated(llm, LENGTHS), graphs, told])
     return found
 
 
-def told_of(llm, way):
+def told_of(llm, variant):
     """Return what coverage tells of the model once auto has timed this way as the fastest."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     import ascend_parallel
 
     def told(model):
-        timed = MeasuredCounts((TimedSteps(1536, {}, way),), 0.0)
+        timed = MeasuredCounts((TimedSteps(1536, {}, variant),), 0.0)
         RowParallelLinear.forward.ascend_parallel.may_leave_graphs(model, timed)
         return str(ascend_parallel.coverage(model))
 
@@ -88,8 +88,8 @@ def test_the_log_says_what_is_covered_and_what_was_timed(results):
     assert all(log.count(f"{covered}each alone, as one operator of the graphs") == 1 for log in (cold, warm))
     assert auto.count(f"{covered}outside vLLM's own graphs alone, in steps of 256 tokens or more") == 1
     outside = r"in \d chunks outside the graphs"
-    way = rf"(whole \(\d+ ms; {outside} \d+\)|{outside} \(\d+ ms; whole \d+\))"
-    assert re.search(rf"auto, timed in .* s: 1536 tokens {way}, 384 tokens {way}\n", auto)
+    variant = rf"(whole \(\d+ ms; {outside} \d+\)|{outside} \(\d+ ms; whole \d+\))"
+    assert re.search(rf"auto, timed in .* s: 1536 tokens {variant}, 384 tokens {variant}\n", auto)
 
 
 def test_with_auto_the_graphs_are_those_of_vllm(results):

@@ -13,7 +13,7 @@ from generate import generated, saved_model
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.patches.vllm import start
-from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, TimedSteps, Way
+from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, StepVariant, TimedSteps
 from ascend_parallel.tuning.measured.chunk_plan import PlanError
 
 LENGTHS = [600, 90]
@@ -52,7 +52,7 @@ def observed(folder):
             llm.collective_rpc(agree)
         found["refused"] = str(refused.value)
         ascend_parallel.configure(auto=True, frameworks=("vllm",))
-        with mock.patch.object(start, "measure", found_fastest(Way(8))):
+        with mock.patch.object(start, "measure", found_fastest(StepVariant(8))):
             llm.collective_rpc(timed)
         with mock.patch.object(start, "measure", found_fastest(WHOLE)), engine("llama_of_one_layer", folder) as other:
             found["in turn"] = [counted(each) for each in (llm, other, llm)]
@@ -67,10 +67,10 @@ def observed(folder):
     return found
 
 
-def found_fastest(way):
+def found_fastest(variant):
     """Return what takes the place of the timing of dummy steps, and finds a way the fastest."""
-    return lambda step, sizes, ways, group: MeasuredCounts(
-        tuple(TimedSteps(tokens, dict.fromkeys(ways, 1.0), way) for tokens in sizes), 0.0
+    return lambda step, sizes, variants, group: MeasuredCounts(
+        tuple(TimedSteps(tokens, dict.fromkeys(variants, 1.0), variant) for tokens in sizes), 0.0
     )
 
 

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from ascend_parallel.patches.vllm import operators, start
-from ascend_parallel.patches.vllm.auto import Sum, Way
-from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, row_forward
+from ascend_parallel.patches.vllm.auto import StepVariant, Sum
+from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
 from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
 from ascend_parallel.settings import Settings
 
@@ -95,7 +95,7 @@ def group(monkeypatch):
     """A tensor-parallel group of one rank, and vLLM's forward replaced."""
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(_all_reduce_out_place=lambda y: y))
     framework = Vllm(Settings(num_chunks=4), "0.32.0")
-    monkeypatch.setattr(RowParallelLinear, "forward", row_forward(RowParallelLinear.forward, framework))
+    monkeypatch.setattr(RowParallelLinear, "forward", make_row_forward(RowParallelLinear.forward, framework))
     framework.put_in_force()
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -172,7 +172,7 @@ def test_hooks_of_all_models_go_with_the_patches_and_come_back_once():
         """Return which models leave their graphs in a dummy step in chunks outside these."""
         found = []
         for model in models:
-            with context({}), framework.trying(Way(4, eager=True)):
+            with context({}), framework.trying(StepVariant(4, eager=True)):
                 model(positions=torch.zeros(600))
                 found.append((get_forward_context().skip_compiled, len(model._forward_pre_hooks)))
         return found

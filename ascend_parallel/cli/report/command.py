@@ -15,7 +15,7 @@ from ascend_parallel.cli.options import DeviceOption
 from ascend_parallel.cli.output import errors, needs_folder, progress_console
 from ascend_parallel.cli.report.page import markdown
 from ascend_parallel.cli.report.redaction import Redaction
-from ascend_parallel.text import whole
+from ascend_parallel.text import parse_int
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.version import __version__
@@ -84,7 +84,7 @@ def _request(ranks: int | None, device: str | None, quick: bool, launch: Sequenc
         raise PlanningError(
             f"torchrun has {started} ranks, and {here} here: report measures one machine, give torchrun one node"
         )
-    torchrun = whole(started) or 1
+    torchrun = parse_int(started) or 1
     if launch and torchrun > 1:
         raise PlanningError("a launch behind -- starts its own ranks: run report without torchrun, with --ranks")
     count = ranks or (torchrun if torchrun > 1 else _devices())

@@ -30,7 +30,7 @@ from ascend_parallel.ops.registry import FUSED, KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.overlap.context import Part, attend_pieces, run_attention
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.launch.devices import CPU, device_of
@@ -103,7 +103,7 @@ def try_all(group: dist.ProcessGroup) -> dict[str, Any]:
             calls += _calls(problem_on(group, operator, *shape, dtype, device), group)
     attention = {operator: try_attention(group, way, device) for way, operator in ATTENTION.items()}
     own = {"calls": calls, "experts": try_experts(group, device), "attention": attention}
-    by_rank = exchange(group, "the trial of kernels", own, CollectiveError).values()
+    by_rank = store_all_gather(group, "the trial of kernels", own, CollectiveError).values()
     experts = _worst(tried["experts"] for tried in by_rank)
     attention = {operator: _worst(tried["attention"][operator] for tried in by_rank) for operator in attention}
     same = [_of_all_ranks(of_ranks) for of_ranks in zip(*(tried["calls"] for tried in by_rank), strict=True)]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ascend_parallel.diagnostics.timeline.files import Pass, RankFile
 from ascend_parallel.process_groups import time_limit
-from ascend_parallel.process_groups.consistency import absence, exchange
+from ascend_parallel.process_groups.consistency import absence, store_all_gather
 from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 ROUNDS = 10
@@ -49,7 +49,8 @@ def compare(group: dist.ProcessGroup) -> Difference | None:
     """
     if dist.get_backend(group) == "fake":
         return None
-    exchange(group, PLACE, {}, ClockError, topic=TOPIC, hint=ABSENT)  # a rank that does not record is named here
+    # a rank that does not record is named here
+    store_all_gather(group, PLACE, {}, ClockError, topic=TOPIC, hint=ABSENT)
     clocks = Rendezvous(group, TOPIC)
     clocks.forget_earlier()
     first, *others = clocks.ranks

@@ -1,6 +1,6 @@
 """Runs a function of DTensors by the rules: planned once for its arguments, then run on the ranks' parts.
 
-`shard_tensor`, `dtensor_from_local` and `reshard` return `PropagatedDTensor`s, and every function of them does.
+`shard_tensor`, `dtensor_from_local` and `reshard` return `PropagatedDTensor`s; so does every function called on these.
 Parameters stay torch's own DTensors: in the forward of a module that `shard_layer` has marked, functions of parameters
 alone are run here too.
 """

@@ -30,7 +30,7 @@ from ascend_parallel.sharding.rules.axes import is_float
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Holder, Program, Step
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.tuning.cost_model.cost import CostModel
@@ -203,7 +203,7 @@ class _Planner:
             cost=0.0,
             returned={value: self._layouts[value] for value in made},
         )
-        rank_plan = RankPlan(plan=plan, schedule=Schedule.of(plan), coordinate=coordinate, local_inputs=True)
+        rank_plan = RankPlan(plan=plan, fused_plan=FusedPlan.of(plan), coordinate=coordinate, local_inputs=True)
         return compile_plan(rank_plan, graph, gradients=False)
 
     def _chosen(self, node: Node) -> Option:

@@ -50,11 +50,11 @@ class SumsOfGradients:
 
 
 def sums_of_gradients(plan: ShardingPlan, took: Mapping[str, float], readers: Readers) -> SumsOfGradients:
-    """Return what the sums of gradients of a plan cost whose `cost` has each of them alone.
+    """Return the cost of a plan's gradient sums in buckets; the plan's own `cost` counts each sum alone.
 
     took: the seconds of each operator, in the order of the forward. readers: of the plan's graph.
 
-    Other collectives that run beside computation keep the link busy for their share of it.
+    Other collectives that run beside computation take their share of the link.
     """
     alone = sum(one.back.seconds for one in plan.conversions if one.back and is_sum(plan, one))
     hardware, computing = plan.costs.hardware, sum(took.values())

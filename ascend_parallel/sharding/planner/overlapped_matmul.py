@@ -48,7 +48,7 @@ from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulInputs:
     """The positions of x, weight and bias among a call's inputs.
 
     transposed
@@ -71,7 +71,7 @@ class Matmul:
         return 1 - self.n_dim
 
 
-def matmul_of(call: OpCall) -> Matmul | None:
+def matmul_of(call: OpCall) -> MatmulInputs | None:
     """Return the positions if a call multiplies ``x [..., K]`` by a 2-D weight; None for other calls."""
     if call.kwargs or not all(argument is None or isinstance(argument, Ref) for argument in call.args):
         return None
@@ -89,21 +89,21 @@ def matmul_of(call: OpCall) -> Matmul | None:
     dims = [len(call.inputs[place].shape) for place in (x, weight)]
     if dims[0] < 2 or dims[1] != 2 or (bias is not None and len(call.inputs[bias].shape) != 1):
         return None
-    return Matmul(x, weight, bias, transposed=call.name != "aten.linear.default")
+    return MatmulInputs(x, weight, bias, transposed=call.name != "aten.linear.default")
 
 
-def sums_rows(matmul: Matmul, reads: Sequence[Layout], output: Layout, mesh_dim: int) -> bool:
+def sums_rows(matmul: MatmulInputs, reads: Sequence[Layout], output: Layout, mesh_dim: int) -> bool:
     """Tell whether a matmul leaves partial sums along `mesh_dim`, of a weight that is sharded along K there."""
     return output[mesh_dim] == SUM and reads[matmul.weight][mesh_dim] == shard(matmul.k_dim)
 
 
-def reads_columns(matmul: Matmul, reads: Sequence[Layout], mesh_dim: int) -> bool:
+def reads_columns(matmul: MatmulInputs, reads: Sequence[Layout], mesh_dim: int) -> bool:
     """Tell whether a matmul reads R* along `mesh_dim`, and a weight that is sharded along N there."""
     return reads[matmul.x][mesh_dim] == PARTIAL_GRAD and reads[matmul.weight][mesh_dim] == shard(matmul.n_dim)
 
 
 def row_obstacle(
-    matmul: Matmul, shape: Shape, output: Layout, mesh: ProcessMesh, mesh_dim: int, target: Placement
+    matmul: MatmulInputs, shape: Shape, output: Layout, mesh: ProcessMesh, mesh_dim: int, target: Placement
 ) -> str:
     """Return why the sum over `mesh_dim` of an output [*shape] to `target` cannot run in the matmul; "" if it can."""
     layout = with_placement(output, mesh_dim, target)
@@ -117,7 +117,7 @@ def row_obstacle(
 
 
 def column_obstacle(
-    matmul: Matmul,
+    matmul: MatmulInputs,
     shape: Shape,
     read: Layout,
     output: Layout,
@@ -158,7 +158,7 @@ class ColumnGroup:
     dtype: torch.dtype
 
 
-def column_group(matmul: Matmul, reads: Sequence[Layout], output: Layout, dtype: torch.dtype) -> ColumnGroup:
+def column_group(matmul: MatmulInputs, reads: Sequence[Layout], output: Layout, dtype: torch.dtype) -> ColumnGroup:
     """Return the group of a column matmul whose weight has this dtype."""
     weight = reads[matmul.weight]
     if matmul.transposed:
@@ -181,7 +181,9 @@ class ExposedCosts:
         model = self._models[mesh_dim]
         return model is not None
 
-    def shape(self, kind: str, call: OpCall, matmul: Matmul, reads: Sequence[Layout], mesh_dim: int) -> LayerShape:
+    def shape(
+        self, kind: str, call: OpCall, matmul: MatmulInputs, reads: Sequence[Layout], mesh_dim: int
+    ) -> LayerShape:
         """Return a rank's part of a matmul whose x, if "column", is whole along `mesh_dim`."""
         x, weight = call.inputs[matmul.x], call.inputs[matmul.weight]
         slices = cuts(reads[matmul.x], self._mesh_shape, len(x.shape))
@@ -230,7 +232,7 @@ class ExposedCosts:
 
 
 def _for_prices(settings: Settings) -> Settings:
-    """Return settings that choose chunks for any option, also for those that no plan will have: none is an error.
+    """Return settings that choose chunks for any option without an error, even for one that no plan will have.
 
     Products in the tree are priced as plain chunks; a list of chunk sizes is priced as that number of equal chunks.
     """

@@ -27,13 +27,13 @@ from ascend_parallel.sharding.planner.integer_program import optimum
 ROUNDS, EVERY = 200, 5
 # Numbers that all messages may read, about a second for 100 million: few rounds for a large problem.
 MOST_READ = 2_500_000_000
-# Of the difference between solution and bound: what must be gained from one attempt to the next to go on.
+# The share of the gap between solution and bound that each attempt must close; else the attempts end.
 GAIN = 1e-3
 # Options of each choice among which a solution is looked for: as many of these as `ATTEMPT` sums allow, or one.
 TRIED = (4, 3, 2)
 # Options of a choice that are tried beside the chosen one, and how many at a time.
 BESIDE, AT_A_TIME = 24, 3
-# Costs between options up to which the rest goes to HiGHS, and the nodes of its tree: some seconds.
+# HiGHS gets a rest of at most as many costs between options, and as many nodes of its tree: some seconds.
 MOST_LEFT, MOST_NODES = 10_000, 1
 # Of the costs: differences below this are rounding.
 ROUNDING = 1e-9

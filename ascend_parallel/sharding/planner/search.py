@@ -37,7 +37,7 @@ from ascend_parallel.sharding.planner.options import (
 )
 from ascend_parallel.sharding.planner.overlapped_matmul import (
     ColumnGroup,
-    Matmul,
+    MatmulInputs,
     column_group,
     column_obstacle,
     matmul_of,
@@ -437,7 +437,7 @@ class Search:
             costs[place, ~np.array(fits)] = np.inf
         return costs
 
-    def _matmul(self, node: Node) -> Matmul | None:
+    def _matmul(self, node: Node) -> MatmulInputs | None:
         """Return the operands of a matmul that may run with a collective."""
         return None if node.call is None or self._exposed is None else matmul_of(node.call)
 
@@ -561,7 +561,7 @@ class Search:
 
 
 def _without_averages(options: Sequence[Option], can_be: Sequence[bool]) -> tuple[tuple[Option, ...], tuple[int, ...]]:
-    """Return the options that read only those inputs as averages that can be, and the outputs that can be averages."""
+    """Return the options that read averages only where `can_be` allows them, and the outputs that can be averages."""
     kept = tuple(
         option
         for option in options

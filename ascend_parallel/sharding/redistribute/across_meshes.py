@@ -16,7 +16,7 @@ from ascend_parallel.sharding.mesh import ProcessMesh, default_group
 from ascend_parallel.sharding.redistribute.collectives import note
 from ascend_parallel.sharding.redistribute.costs import SEND
 
-# A tag of its own keeps the exchange apart from sends of the user's program.
+# A tag of its own keeps these sends apart from those of the user's program.
 TAG = 1 << 23
 
 Bounds = tuple[tuple[int, int], ...]
@@ -67,7 +67,7 @@ def transfers(
     return tuple(planned)
 
 
-def exchange(
+def redistribute_across_meshes(
     local: torch.Tensor,
     shape: Sequence[int],
     source_mesh: ProcessMesh,

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ascend_parallel.sharding.layout import SUM, Layout
 from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.across_meshes import empty_local, exchange
+from ascend_parallel.sharding.redistribute.across_meshes import empty_local, redistribute_across_meshes
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import layout_of, leaf, spec_of
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
@@ -91,7 +91,7 @@ class _MeshRedistribution:
         plan = plan_redistribution(shape, item, mesh.shape, self.source, on_source, costs)
         result = redistribute_local(local, shape, mesh, plan)
         if crosses:
-            result = exchange(result, shape, mesh, on_source, self.target_mesh, self.target)
+            result = redistribute_across_meshes(result, shape, mesh, on_source, self.target_mesh, self.target)
         shared = result.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         return result.clone(memory_format=torch.contiguous_format) if shared else result.contiguous()
 

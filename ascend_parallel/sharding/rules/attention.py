@@ -145,11 +145,11 @@ def _lends(call: OpCall, tokens: int) -> bool:
     return bool(arguments(call)["is_causal"]) and tokens > 1
 
 
-def way_of(call: OpCall, shared: SharedAttention) -> tuple[str, int]:
+def exchange_of(call: OpCall, shared: SharedAttention) -> tuple[str, int]:
     """Return the exchange and the groups that a call has, or would have if nobody chose."""
     assert call.sequence is not None
-    way = call.sequence.exchange or next(filter(shared.allows, EXCHANGES))
-    return way, min(call.sequence.groups or 1, shared.most_groups(way))
+    exchange = call.sequence.exchange or next(filter(shared.allows, EXCHANGES))
+    return exchange, min(call.sequence.groups or 1, shared.most_groups(exchange))
 
 
 def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> list[Exchange]:
@@ -161,16 +161,16 @@ def _collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[i
     for dim in exchange_dims(call, layouts):
         if mesh_shape[dim] > 1:
             shared = shared_attention(call, layouts, mesh_shape)
-            way, groups = way_of(call, shared)
+            exchange, groups = exchange_of(call, shared)
             for direction in (FORWARD, BACKWARD):
-                for kind, size in shared.sent(way, direction):
+                for kind, size in shared.sent(exchange, direction):
                     yield from [Exchange(dim, size / groups, kind, backward=direction == BACKWARD)] * groups
 
 
 def saved_bytes(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[int]) -> float:
     """Return the bytes that a rank keeps for backward of an attention whose sequence ranks share, beside its sums."""
     shared = shared_attention(call, layouts, mesh_shape)
-    return shared.kept(way_of(call, shared)[0])
+    return shared.kept(exchange_of(call, shared)[0])
 
 
 def run(part: Part) -> Any:
@@ -185,14 +185,14 @@ def run_shared(part: Part, dim: int) -> torch.Tensor:
     The output [B, N, s, D] lies in memory as attention's on CPUs: tokens before heads.
     """
     call, ranks = part.call, part.exchange_ranks(dim)
-    way, groups = way_of(call, shared_attention(call, part.input_layouts, part.mesh_shape))
+    exchange, groups = exchange_of(call, shared_attention(call, part.input_layouts, part.mesh_shape))
     settings = Chunks.planned(ranks.settings, groups, "the plan").settings
     q, k, v = part.inputs[:3]
     once = _repeats(call, k.shape[HEADS_DIM])
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k[:, ::once], v[:, ::once]))
     attention, group = _Attention(part, ranks), ranks.group
-    borrower = attention.borrower if way == GATHER and _lends(call, len(q)) else None
-    o = run_attention(q, k, v, attention, group=group, settings=settings, exchange=way, borrower=borrower)
+    borrower = attention.borrower if exchange == GATHER and _lends(call, len(q)) else None
+    o = run_attention(q, k, v, attention, group=group, settings=settings, exchange=exchange, borrower=borrower)
     return o.permute(1, 0, 2, 3).contiguous().transpose(1, 2)
 
 

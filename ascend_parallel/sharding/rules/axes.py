@@ -166,7 +166,7 @@ def same(call: OpCall, dims: Iterable[int], inputs: int | None = None) -> list[A
 
 
 def other_dims(call: OpCall, *dims: int) -> list[int]:
-    """Return the dimensions of the first input but these, of which some may be counted from the end."""
+    """Return the dimensions of the first input except `dims`, which may be negative."""
     count = len(call.inputs[0].shape)
     own = {normal(dim, count) for dim in dims}
     return [dim for dim in range(count) if dim not in own]

@@ -253,7 +253,7 @@ def matmuls(
 def products(
     call: OpCall, inputs: Sequence[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
 ) -> tuple[tuple[int, tuple[int, int, int]], ...]:
-    """Return the products of `matmuls` apart: those into an expert's width, and the one back; how many of each."""
+    """Return the products of `matmuls` by kind, with their counts: those into an expert's width, and the one back."""
     count, (rows, width, inner) = matmuls(call, inputs, layouts, mesh_shape)
     experts = inputs[UP][0]
     return (count - experts, (rows, width, inner)), (experts, (rows, inner, width))

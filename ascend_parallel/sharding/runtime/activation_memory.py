@@ -19,7 +19,7 @@ from ascend_parallel.sharding.planner.operator_strategy import operator_name
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import attention, experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tracing.functionalize import memory_of
 
@@ -104,32 +104,32 @@ def _torch_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-# The layout, in a key, of what an operator makes for its backward alone. No tensor has an empty layout.
+# The key's layout for what an operator saves beside its inputs and outputs. No tensor has an empty layout.
 INSIDE: Layout = ()
 HELD = (PARAMETER, BUFFER)
 _Tensors = dict[tuple[Value, Layout], float]
 
 
-def saved_bytes(plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False) -> float:
+def saved_bytes(plan: ShardingPlan, fused_plan: FusedPlan, recompute: Recompute, *, part: bool = False) -> float:
     """Estimate the bytes of activations that a rank keeps from forward to backward.
 
     The estimate counts what autograd saves of each operator (`autograd_saves`), as laid out on a rank, once. For a
     checkpointed block it counts the tensors that the block reads and its kept results. It leaves out views, parameters
     and the model's inputs. `part` and errors: see `checkpointed_blocks`.
     """
-    saved, found = SavedTensors(plan, schedule), checkpointed_blocks(plan, schedule, recompute, part=part)
+    saved, found = SavedTensors(plan, fused_plan), checkpointed_blocks(plan, fused_plan, recompute, part=part)
     return sum(saved.kept(found.values()).values())
 
 
 class SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 
-    def __init__(self, plan: ShardingPlan, schedule: Schedule) -> None:
-        """Take a plan and its schedule."""
-        self._plan, self._graph, self._schedule = plan, plan.graph, schedule
+    def __init__(self, plan: ShardingPlan, fused_plan: FusedPlan) -> None:
+        """Take a plan and its fused plan."""
+        self._plan, self._graph, self._fused_plan = plan, plan.graph, fused_plan
         self._gathering = {
             (name, matmul.x): kernel
-            for kernel in schedule.kernels.values()
+            for kernel in fused_plan.kernels.values()
             if kernel.keeps_gathered
             for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True)
         }
@@ -156,14 +156,14 @@ class SavedTensors:
             return {}
         if node.call.name == experts.CALL:
             return self._by_experts(node, node.call)
-        if attention.exchange_dims(node.call, self._schedule.inputs[node.name]):
+        if attention.exchange_dims(node.call, self._fused_plan.inputs[node.name]):
             return self._by_shared_attention(node, node.call)
         saves, found = self._saves(node, node.call), dict[tuple[Value, Layout], float]()
         for place in saves.inputs:
-            read = self._schedule.inputs[node.name][place]
+            read = self._fused_plan.inputs[node.name][place]
             found |= self._gathered(node, place) or self._tensor(node.inputs[place], read)
         for value in (node.values[place] for place in saves.outputs):
-            found |= self._tensor(value, self._schedule.layouts[value])
+            found |= self._tensor(value, self._fused_plan.layouts[value])
         if saves.inside:
             found[Value(node.name), INSIDE] = saves.inside * self._share(node)
         return found
@@ -173,19 +173,19 @@ class SavedTensors:
         kernel = self._gathering.get((node.name, place))
         if kernel is None:
             return {}
-        layout = with_placement(self._schedule.inputs[node.name][place], kernel.mesh_dim, REPLICATE)
+        layout = with_placement(self._fused_plan.inputs[node.name][place], kernel.mesh_dim, REPLICATE)
         return {(Value(kernel.nodes[0]), INSIDE): self._bytes(node.inputs[place], layout)}
 
     def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
         """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
-        layouts, shape = self._schedule.inputs[node.name], self._plan.mesh.shape
+        layouts, shape = self._fused_plan.inputs[node.name], self._plan.mesh.shape
         found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
         found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found
 
     def _by_shared_attention(self, node: Node, call: OpCall) -> _Tensors:
-        """Return what an attention saves whose sequence ranks share: what it has of whole sequences, and its sums."""
-        layouts, shape = self._schedule.inputs[node.name], self._plan.mesh.shape
+        """Return what attention on a shared sequence saves: its tensors of whole sequences, and its sums."""
+        layouts, shape = self._fused_plan.inputs[node.name], self._plan.mesh.shape
         sums = attention_saves(call).inside * self._share(node)
         return {(Value(node.name), INSIDE): attention.saved_bytes(call, layouts, shape) + sums}
 
@@ -193,18 +193,18 @@ class SavedTensors:
         """Return the tensors that a checkpointed block keeps."""
         found: _Tensors = {}
         for value in block.reads:
-            found |= self._tensor(value, self._schedule.layouts[value])
+            found |= self._tensor(value, self._fused_plan.layouts[value])
         for value in block.read_shared:
-            found |= self._tensor(value, self._schedule.shared_layouts[value])
+            found |= self._tensor(value, self._fused_plan.shared_layouts[value])
         for name in block.nodes:
-            node, kernel = self._graph.nodes[name], self._schedule.kernels.get(name)
+            node, kernel = self._graph.nodes[name], self._fused_plan.kernels.get(name)
             communicates = kernel is not None and kernel.communicates and not block.recompute_collectives
             if name in block.kept or (communicates and name in block.read_inside):
                 for value in node.values:
-                    found |= self._tensor(value, self._schedule.layouts[value])
+                    found |= self._tensor(value, self._fused_plan.layouts[value])
             if block.recompute_collectives:
                 continue
-            for value, layout in zip(node.inputs, self._schedule.inputs[name], strict=True):
+            for value, layout in zip(node.inputs, self._fused_plan.inputs[name], strict=True):
                 if self._is_sent(value, layout):
                     found |= self._tensor(value, layout)
             if self._gathering and node.call is not None:
@@ -221,23 +221,23 @@ class SavedTensors:
 
     def _share(self, node: Node) -> float:
         """Return the share of an operator's work that a rank has: that of its largest activation."""
-        read = zip(node.inputs, self._schedule.inputs[node.name], strict=True)
+        read = zip(node.inputs, self._fused_plan.inputs[node.name], strict=True)
         tensors = [(value, layout) for value, layout in read if self._graph.nodes[value.node].kind not in HELD]
-        tensors += [(value, self._schedule.layouts[value]) for value in node.values]
+        tensors += [(value, self._fused_plan.layouts[value]) for value in node.values]
         value, layout = max(tensors, key=lambda tensor: self._graph.meta(tensor[0]).nbytes)
         return self._bytes(value, layout) / (self._graph.meta(value).nbytes or 1)
 
     def _tensor(self, value: Value, layout: Layout) -> _Tensors:
         """Return a tensor in the layout of its reader, or the base of a view; nothing for inputs and parameters."""
         node = self._graph.nodes[value.node]
-        while node.kind == CALL and operator_name(node) in VIEWS.split() and layout == self._schedule.layouts[value]:
-            value, layout = node.inputs[0], self._schedule.inputs[node.name][0]
+        while node.kind == CALL and operator_name(node) in VIEWS.split() and layout == self._fused_plan.layouts[value]:
+            value, layout = node.inputs[0], self._fused_plan.inputs[node.name][0]
             node = self._graph.nodes[value.node]
         return {(value, forward(layout)): self._bytes(value, layout)} if node.kind == CALL else {}
 
     def _is_sent(self, value: Value, target: Layout) -> bool:
         """Tell whether the redistribution of a tensor to `target` communicates in forward."""
-        source = self._schedule.shared_layouts.get(value, self._schedule.layouts[value])
+        source = self._fused_plan.shared_layouts.get(value, self._fused_plan.layouts[value])
         return self._plan.redistribution(value, source, target).nbytes > 0
 
     def _bytes(self, value: Value, layout: Layout) -> float:

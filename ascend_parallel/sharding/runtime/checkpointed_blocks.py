@@ -10,7 +10,7 @@ from ascend_parallel.sharding.planner.operator_cost import VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import draws, exchanges
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
     check_recompute,
@@ -61,7 +61,7 @@ class CheckpointedBlock:
 
 
 def checkpointed_blocks(
-    plan: ShardingPlan, schedule: Schedule, recompute: Recompute, *, part: bool = False
+    plan: ShardingPlan, fused_plan: FusedPlan, recompute: Recompute, *, part: bool = False
 ) -> dict[str, CheckpointedBlock]:
     """Return the blocks by their first node.
 
@@ -72,17 +72,17 @@ def checkpointed_blocks(
     """
     if not part:
         check_recompute(plan.graph, recompute)
-    return {block.nodes[0]: block for block in _BlockBuilder(plan, schedule, recompute).build()}
+    return {block.nodes[0]: block for block in _BlockBuilder(plan, fused_plan, recompute).build()}
 
 
 class _BlockBuilder:
     """Builds the blocks. A unit is a node, or the nodes of a kernel at the position of the first."""
 
-    def __init__(self, plan: ShardingPlan, schedule: Schedule, recompute: Recompute) -> None:
-        self._plan, self._graph, self._schedule, self._recompute = plan, plan.graph, schedule, recompute
+    def __init__(self, plan: ShardingPlan, fused_plan: FusedPlan, recompute: Recompute) -> None:
+        self._plan, self._graph, self._fused_plan, self._recompute = plan, plan.graph, fused_plan, recompute
         self._readers, self._kept_values = plan.graph.readers(), plan.graph.kept
         self._order = {name: place for place, name in enumerate(plan.graph.nodes)}
-        units = schedule.units(plan.graph)
+        units = fused_plan.units(plan.graph)
         self._units = [unit for unit in units if plan.graph.nodes[unit[0]].kind == CALL]
         self._unit_of = {name: place for place, unit in enumerate(self._units) for name in unit}
         self._keep = {node.name for pattern in recompute.keep for node in found_nodes(plan.graph, pattern)}
@@ -157,7 +157,7 @@ class _BlockBuilder:
         return differentiable and any(operator_name(node) not in NOTHING_SAVED.split() for node in nodes)
 
     def _block(self, owner: str | None, span: Sequence[int]) -> CheckpointedBlock:
-        graph, shared = self._graph, self._schedule.shared_layouts
+        graph, shared = self._graph, self._fused_plan.shared_layouts
         recompute_collectives = self._recompute.collectives == "recompute"
         inside = {name for place in span for name in self._units[place]}
         nodes = [graph.nodes[name] for name in sorted(inside, key=self._order.__getitem__)]
@@ -191,7 +191,7 @@ class _BlockBuilder:
 
     def _exchanges(self, node: Node) -> bool:
         """Tell whether an operator exchanges tokens or heads, which it does again in the second run."""
-        return node.call is not None and exchanges(node.call, self._schedule.inputs[node.name], self._plan.mesh.shape)
+        return node.call is not None and exchanges(node.call, self._fused_plan.inputs[node.name], self._plan.mesh.shape)
 
     def _kept(self, nodes: Sequence[Node], owner: str | None) -> set[str]:
         """Return the kept nodes. Around single operators these are all other nodes that draw no random numbers."""

@@ -78,7 +78,7 @@ class _Compiler:
         segments: bool = False,
     ) -> None:
         self._rank_plan, self._graph, self._gradients, self._block = rank_plan, graph, gradients, block
-        self._plan, self._schedule = rank_plan.plan, rank_plan.schedule
+        self._plan, self._fused_plan = rank_plan.plan, rank_plan.fused_plan
         self._segments = segments
         self._instructions: list[Instruction] = []
         self._registers: list[Register] = []
@@ -88,7 +88,7 @@ class _Compiler:
 
     def forward(self) -> Program:
         rank_plan, nodes = self._rank_plan, self._graph.nodes.values()
-        layouts = self._schedule.layouts
+        layouts = self._fused_plan.layouts
         whole = (REPLICATE,) * self._plan.mesh.ndim
         inputs = {node.name: Value(node.name) for node in nodes if node.kind == INPUT}
         given = {
@@ -114,9 +114,9 @@ class _Compiler:
         """Compile the body of the block: its inputs are what the block reads, its outputs what it gives."""
         block = self._block
         assert block is not None
-        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in block.reads}
+        self._own |= {value: self._register(value, self._fused_plan.layouts[value]) for value in block.reads}
         self._shared |= {
-            value: self._register(value, self._schedule.shared_layouts[value]) for value in block.read_shared
+            value: self._register(value, self._fused_plan.shared_layouts[value]) for value in block.read_shared
         }
         inputs = [*self._own.values(), *self._shared.values()]
         done: set[str] = set()
@@ -135,7 +135,7 @@ class _Compiler:
 
     def _outputs(self) -> list[int]:
         """Store the buffers that the forward updated, and return the registers of the model's outputs."""
-        plan, layouts = self._plan, self._schedule.layouts
+        plan, layouts = self._plan, self._fused_plan.layouts
         held = {node.source: layouts[Value(node.name)] for node in plan.graph.of_kind(BUFFER)}
         for value in (*self._graph.updates.values(), *self._graph.returned):
             self._value(value)  # a buffer is loaded before the first store: readers get its old value
@@ -153,7 +153,7 @@ class _Compiler:
         shape = local_shape(meta.shape, forward(layout), mesh.shape, self._rank_plan.coordinate)
         nbytes = prod(shape) * meta.dtype.itemsize
         held = self._graph.nodes[value.node].kind not in (CALL, INPUT)
-        self._registers.append(Register(value, layout, nbytes, held and layout == self._schedule.layouts[value]))
+        self._registers.append(Register(value, layout, nbytes, held and layout == self._fused_plan.layouts[value]))
         return len(self._registers) - 1
 
     def _value(self, value: Value) -> int:
@@ -161,13 +161,13 @@ class _Compiler:
         if value not in self._own:
             node = self._graph.nodes[value.node]
             assert node.kind not in (CALL, INPUT), f"{node.name} has not run"
-            self._own[value] = self._register(value, self._schedule.layouts[value])
+            self._own[value] = self._register(value, self._fused_plan.layouts[value])
             self._instructions.append(Load((), (self._own[value],), value, self._rank_plan.summed_by_value.get(value)))
         return self._own[value]
 
     def _shared_value(self, value: Value) -> tuple[int, Layout]:
         """Return the register of a tensor in its shared layout, or without a shared layout as it is produced."""
-        source, shared = self._schedule.layouts[value], self._schedule.shared_layouts.get(value)
+        source, shared = self._fused_plan.layouts[value], self._fused_plan.shared_layouts.get(value)
         if shared is None:
             return self._value(value), source
         if value not in self._shared:
@@ -209,7 +209,7 @@ class _Compiler:
     def _recompute(self, block: CheckpointedBlock) -> None:
         reads = (*map(self._value, block.reads), *(self._shared_value(value)[0] for value in block.read_shared))
         body = _Compiler(self._rank_plan, self._graph, self._gradients, block).body()
-        layouts, shared_layouts = self._schedule.layouts, self._schedule.shared_layouts
+        layouts, shared_layouts = self._fused_plan.layouts, self._fused_plan.shared_layouts
         self._own |= {value: self._register(value, layouts[value]) for value in block.gives}
         self._shared |= {value: self._register(value, shared_layouts[value]) for value in block.given_shared}
         writes = [*(self._own[value] for value in block.gives), *map(self._shared.__getitem__, block.given_shared)]
@@ -218,7 +218,7 @@ class _Compiler:
 
     def _unit(self, node: Node) -> set[str]:
         """Compile a node, together with the other nodes of its kernel; return their names."""
-        kernel, block = self._schedule.kernels.get(node.name), self._block
+        kernel, block = self._fused_plan.kernels.get(node.name), self._block
         names = (node.name,) if kernel is None else tuple(kernel.nodes)
         nodes = [self._graph.nodes[name] for name in names]
         known: Conversions = {}  # the nodes of a kernel convert a tensor that they all read once
@@ -239,9 +239,9 @@ class _Compiler:
 
     def _run(self, node: Node, reads: tuple[int, ...], keep: bool, gathers: tuple[Gather, ...]) -> Run:
         """Return the instruction that runs the rank's part of an operator."""
-        call, plan, layouts = node.call, self._plan, self._schedule.inputs[node.name]
+        call, plan, layouts = node.call, self._plan, self._fused_plan.inputs[node.name]
         assert call is not None
-        mesh_shape, given = plan.mesh.shape, [self._schedule.layouts[value] for value in node.values]
+        mesh_shape, given = plan.mesh.shape, [self._fused_plan.layouts[value] for value in node.values]
         local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
         own = own_collectives(call, layouts, mesh_shape)
         if exchanges(call, layouts, mesh_shape):
@@ -259,16 +259,16 @@ class _Compiler:
 
     def _given(self, node: Node) -> tuple[int, ...]:
         """Return new registers for a node's outputs."""
-        self._own |= {value: self._register(value, self._schedule.layouts[value]) for value in node.values}
+        self._own |= {value: self._register(value, self._fused_plan.layouts[value]) for value in node.values}
         return tuple(self._own[value] for value in node.values)
 
     def _read(self, node: Node, known: Conversions) -> tuple[int, ...]:
         """Return the registers of a node's inputs, in the layouts in which the node reads them."""
-        for value, target in zip(node.inputs, self._schedule.inputs[node.name], strict=True):
+        for value, target in zip(node.inputs, self._fused_plan.inputs[node.name], strict=True):
             if (value, target) not in known:
                 register, source = self._shared_value(value)
                 known[value, target] = self._redistribute(register, value, node.name, node.module, source, target)
-        return tuple(known[pair] for pair in zip(node.inputs, self._schedule.inputs[node.name], strict=True))
+        return tuple(known[pair] for pair in zip(node.inputs, self._fused_plan.inputs[node.name], strict=True))
 
     def _bounded(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
         found = [self._registers[register] for register in inputs]
@@ -278,11 +278,11 @@ class _Compiler:
 
     def _gathers(self, node: Node) -> list[Gather]:
         """Return the inputs that backward gathers again. The second run of a block gathers its own."""
-        plan, layouts = self._plan, self._schedule.layouts
+        plan, layouts = self._plan, self._fused_plan.layouts
         if not self._gradients or self._block is not None:
             return []
         found = []
-        for place, (value, target) in enumerate(zip(node.inputs, self._schedule.inputs[node.name], strict=True)):
+        for place, (value, target) in enumerate(zip(node.inputs, self._fused_plan.inputs[node.name], strict=True)):
             ends = forward(layouts[value]), forward(target)
             if value in plan.regathered and ends[0] != ends[1]:
                 redistribution = self._rank_plan.redistribution(value, node.name, node.module, *ends)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.sharding.graph import CONSTANT, FunctionCall, ParameterRef, Value
 from ascend_parallel.sharding.runtime.compute_instructions import RunKernel
-from ascend_parallel.sharding.runtime.eager_program import CallRegisters, Parts
+from ascend_parallel.sharding.runtime.eager_program import CallRegisters, LocalTensors
 from ascend_parallel.sharding.runtime.eager_state import EagerState
 from ascend_parallel.sharding.runtime.instructions import Step
 from ascend_parallel.sharding.runtime.planned_dtensor import LocalActivation, PlannedDTensor
@@ -36,9 +36,9 @@ class EagerForward(TorchFunctionMode):
         self._eager, self._model, self._plan, self._held = eager, model, eager.plan, held
         self._names = {id(tensor): ref for ref, tensor in held.items()}
         self._program, self._step = eager.program, Step(self, eager.randomness.begin())
-        self._read: dict[Value, Parts] = {}  # parameters, buffers and constants read so far
-        self._updates: dict[Value, Parts] = {}  # the new values of buffers
-        self._ahead: dict[Value, Parts] = {}  # what a kernel computed for the calls to come
+        self._read: dict[Value, LocalTensors] = {}  # parameters, buffers and constants read so far
+        self._updates: dict[Value, LocalTensors] = {}  # the new values of buffers
+        self._ahead: dict[Value, LocalTensors] = {}  # what a kernel computed for the calls to come
         self._handles: WeakValueDictionary[Value, PlannedDTensor] = WeakValueDictionary()  # the model's own tensors
         self._next = 0
         self._rerun = -1  # the call that ran a second time last
@@ -50,7 +50,7 @@ class EagerForward(TorchFunctionMode):
             value, registers = Value(name), self._registers({})
             registers[register] = tensor
             assert registers[self._program.own[value]] is not None
-            found.append(self._planned_dtensor(value, registers.parts[value]))
+            found.append(self._planned_dtensor(value, registers.tensors[value]))
         return found
 
     def outputs(self, returned: Any) -> Any:
@@ -142,12 +142,12 @@ class EagerForward(TorchFunctionMode):
         """
         gathered: list[tuple[torch.Tensor, int]] = []
 
-        def whole(leaf: DTensor) -> torch.Tensor:
+        def gathered_leaf(leaf: DTensor) -> torch.Tensor:
             tensor = leaf.run.gathered(leaf.local) if isinstance(leaf, PlannedDTensor) else leaf.full_tensor()
             gathered.append((tensor, tensor._version))
             return tensor
 
-        args, kwargs = pytree.tree_map_only(DTensor, whole, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(DTensor, gathered_leaf, (args, dict(kwargs)))
         result = function(*args, **kwargs)
         if any(tensor._version != version for tensor, version in gathered):
             raise ValueError(
@@ -186,8 +186,8 @@ class EagerForward(TorchFunctionMode):
             return False
         return bool(argument == traced or (argument != argument and traced != traced))  # NaN equals NaN
 
-    def _registers(self, parts: Mapping[Value, Parts]) -> CallRegisters:
-        return CallRegisters(self._program, self._step, parts, self._read)
+    def _registers(self, tensors: Mapping[Value, LocalTensors]) -> CallRegisters:
+        return CallRegisters(self._program, self._step, tensors, self._read)
 
     def _run(self, number: int, leaves: list[Any]) -> Any:
         """Run a call's instructions on its arguments; a call that runs a second time has registers of its own."""
@@ -204,14 +204,16 @@ class EagerForward(TorchFunctionMode):
             else:
                 instruction.run(registers, self._step)
         if self._eager.updated:
-            self._updates |= {value: registers.parts[value] for value in self._eager.updated & registers.parts.keys()}
-        results = [self._result(leaf, planned, registers.parts) for leaf in call.results]
+            self._updates |= {
+                value: registers.tensors[value] for value in self._eager.updated & registers.tensors.keys()
+            }
+        results = [self._result(leaf, planned, registers.tensors) for leaf in call.results]
         for result, argument in call.changed.items():
             results[result] = leaves[argument].become(results[result])
             self._handles[results[result].local.value] = results[result]
         for before, after in call.moved.items():
             if (handle := self._handles.get(before)) is not None:
-                self._handles[after] = handle.become(self._planned_dtensor(after, registers.parts[after]))
+                self._handles[after] = handle.become(self._planned_dtensor(after, registers.tensors[after]))
         return results[0] if call.has_single_result else pytree.tree_unflatten(results, call.results_spec)
 
     def _run_kernel(self, kernel: RunKernel, registers: CallRegisters, call: FunctionCall) -> None:
@@ -220,20 +222,20 @@ class EagerForward(TorchFunctionMode):
         nodes = {node.name for node in call.nodes}
         mine = [value for value in values if value.node in nodes]
         if all(value in self._ahead for value in mine):
-            registers.parts |= {value: self._ahead.pop(value) for value in mine}
+            registers.tensors |= {value: self._ahead.pop(value) for value in mine}
             return
         kernel.run(registers, self._step)
-        self._ahead |= {value: registers.parts[value] for value in values if value not in mine}
+        self._ahead |= {value: registers.tensors[value] for value in values if value not in mine}
 
-    def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], parts: Mapping[Value, Parts]) -> Any:
+    def _result(self, leaf: Any, planned: Mapping[Value, PlannedDTensor], tensors: Mapping[Value, LocalTensors]) -> Any:
         if isinstance(leaf, ParameterRef):
             return self._held[leaf]
         if not isinstance(leaf, Value):
             return leaf
-        return planned[leaf] if leaf in planned else self._planned_dtensor(leaf, parts[leaf])
+        return planned[leaf] if leaf in planned else self._planned_dtensor(leaf, tensors[leaf])
 
-    def _planned_dtensor(self, value: Value, parts: Parts) -> PlannedDTensor:
-        local = LocalActivation(value, self._program.own[value], parts)
+    def _planned_dtensor(self, value: Value, tensors: LocalTensors) -> PlannedDTensor:
+        local = LocalActivation(value, self._program.own[value], tensors)
         handle = self._handles[value] = PlannedDTensor.of(self, local, self._eager.spec(value))
         return handle
 

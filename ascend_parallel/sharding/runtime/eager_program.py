@@ -12,8 +12,8 @@ from ascend_parallel.sharding.runtime.compute_instructions import Run, RunKernel
 from ascend_parallel.sharding.runtime.instructions import Instruction, Step, Store
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 
-Parts = dict[int, torch.Tensor]
-"""A tensor's parts by register: as it is produced, and in the layout that its readers share."""
+LocalTensors = dict[int, torch.Tensor]
+"""This rank's part of a tensor, by register: as it is produced, and in the layout that its readers share."""
 
 
 class EagerProgram:
@@ -35,15 +35,15 @@ class EagerProgram:
 
     def __init__(self, rank_plan: RankPlan, calls: Sequence[FunctionCall]) -> None:
         """Compile the plan; runs no collective."""
-        schedule, graph = rank_plan.schedule, rank_plan.plan.graph
+        fused_plan, graph = rank_plan.fused_plan, rank_plan.plan.graph
         program = compile_plan(rank_plan, graph, gradients=False)  # what runs again, torch's checkpoint decides
         self.registers, self.inputs, self.outputs = program.registers, program.inputs, program.outputs
         shared: dict[Value, int] = {}
         self.own: dict[Value, int] = {}
         for number, register in enumerate(program.registers):
-            if register.layout == schedule.layouts[register.value]:
+            if register.layout == fused_plan.layouts[register.value]:
                 self.own.setdefault(register.value, number)
-            elif register.layout == schedule.shared_layouts.get(register.value) and number not in program.inputs:
+            elif register.layout == fused_plan.shared_layouts.get(register.value) and number not in program.inputs:
                 shared.setdefault(register.value, number)
         for number in program.inputs:  # on a mesh dimension of one rank the caller's layout may stand for the plan's
             self.own.setdefault(program.registers[number].value, number)
@@ -64,28 +64,28 @@ class CallRegisters:
     """The registers of a call. What an instruction reads and is not there yet is loaded, or redistributed, for it."""
 
     def __init__(
-        self, program: EagerProgram, step: Step, parts: Mapping[Value, Parts], held: dict[Value, Parts]
+        self, program: EagerProgram, step: Step, tensors: Mapping[Value, LocalTensors], held: dict[Value, LocalTensors]
     ) -> None:
         """Take the parts of the call's arguments, and those of what the model holds, which stay for later calls."""
-        self.parts = dict(parts)
+        self.tensors = dict(tensors)
         self._program, self._step, self._held = program, step, held
-        self._own: Parts = {}
+        self._own: LocalTensors = {}
 
     def __getitem__(self, register: int) -> torch.Tensor:
         """Return what a register holds."""
-        parts = self._where(register)
-        if register not in parts:
+        tensors = self._where(register)
+        if register not in tensors:
             instruction: Instruction = self._program.producers[register]
             assert not isinstance(instruction, (Run, RunKernel)), f"{self._program.registers[register]} has not run"
             instruction.run(self, self._step)
-        return parts[register]
+        return tensors[register]
 
     def __setitem__(self, register: int, tensor: torch.Tensor) -> None:
         """Fill a register."""
         self._where(register)[register] = tensor
 
-    def _where(self, register: int) -> Parts:
+    def _where(self, register: int) -> LocalTensors:
         if register not in self._program.kept:
             return self._own
         value = self._program.registers[register].value
-        return (self._held if value in self._program.held else self.parts).setdefault(value, {})
+        return (self._held if value in self._program.held else self.tensors).setdefault(value, {})

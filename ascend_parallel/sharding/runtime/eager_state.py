@@ -29,7 +29,7 @@ from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribu
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_program import EagerProgram
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import NOT_OVERLAPPED, RankPlan
 
@@ -63,9 +63,9 @@ class EagerState:
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, plan.mesh.own_coordinate()
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
-        self._schedule = Schedule.of(plan)
+        self._fused_plan = FusedPlan.of(plan)
         if overlap is not None:
-            self._schedule = fuse(plan, replace(overlap, region=False), held_weights=True)
+            self._fused_plan = fuse(plan, replace(overlap, region=False), held_weights=True)
         self._settings = overlap or NOT_OVERLAPPED
         self._compile()
         self._specs: dict[Value, DTensorSpec] = {}
@@ -98,20 +98,20 @@ class EagerState:
         """Return the placements, and the global shape and dtype, of an activation."""
         if value not in self._specs:
             meta = self.plan.graph.meta(value)
-            self._specs[value] = spec_of(self.plan.mesh, self._schedule.layouts[value], meta.shape, meta.dtype)
+            self._specs[value] = spec_of(self.plan.mesh, self._fused_plan.layouts[value], meta.shape, meta.dtype)
         return self._specs[value]
 
     def gathering(self, value: Value) -> DifferentiableRedistribution | None:
         """Return the redistribution of an input or activation to the whole tensor on every rank."""
         reader = value.node if self.plan.graph.nodes[value.node].kind == INPUT else ""
         whole = (REPLICATE,) * self.plan.mesh.ndim
-        return self._rank_plan.redistribution(value, reader, "", self._rank_plan.schedule.layouts[value], whole)
+        return self._rank_plan.redistribution(value, reader, "", self._rank_plan.fused_plan.layouts[value], whole)
 
     def _compile(self) -> None:
-        plan, schedule = self.plan, self._schedule
+        plan, fused_plan = self.plan, self._fused_plan
         self._rank_plan = RankPlan(
             plan=plan,
-            schedule=schedule,
+            fused_plan=fused_plan,
             coordinate=self.coordinate,
             local_inputs=self.local_inputs,
             counts=self.collective_counts,

@@ -18,7 +18,7 @@ from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import draws
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
 
 # Sums of which one rank has a row, and the others zeros, are exact.
 EXACT = ("aten.embedding.default",)
@@ -36,17 +36,17 @@ def refuse_sums_without_tree(plan: ShardingPlan, settings: Settings) -> None:
 
     Ranks with the same plan and settings decide the same.
     """
-    schedule = fuse(plan, settings)
-    name, dim, reason = next(chain(_sums(plan, schedule), _operators(plan, schedule)), ("", 0, ""))
+    fused_plan = fuse(plan, settings)
+    name, dim, reason = next(chain(_sums(plan, fused_plan), _operators(plan, fused_plan)), ("", 0, ""))
     if reason:
         module = plan.graph.nodes[name].module
         where = f"{module}: {name}" if module else name
         raise DegreeError(f"{where} on mesh dimension {plan.mesh.dim_names[dim]}: {reason}")
 
 
-def _sums(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
+def _sums(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_Found]:
     """Yield every sum over ranks that runs outside of kernels."""
-    runs = schedule.applied_to(plan)
+    runs = fused_plan.applied_to(plan)
     for conversion in runs.conversions:
         source = plan.graph.nodes[conversion.value.node]
         reader = conversion.reader.split(", ")[0] or source.name
@@ -66,24 +66,24 @@ def _summed_dims(plan: ShardingPlan, redistribution: Redistribution | None) -> I
             yield step.mesh_dim
 
 
-def _operators(plan: ShardingPlan, schedule: Schedule) -> Iterator[_Found]:
+def _operators(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_Found]:
     """Yield operators of which a rank computes other bits than one rank alone."""
     for dim in range(plan.mesh.ndim):
         for node in plan.graph.of_kind(CALL):
-            if reason := _reason(plan, schedule, node, dim):
+            if reason := _reason(plan, fused_plan, node, dim):
                 yield node.name, dim, reason
 
 
-def _reason(plan: ShardingPlan, schedule: Schedule, node: Node, dim: int) -> str:
+def _reason(plan: ShardingPlan, fused_plan: FusedPlan, node: Node, dim: int) -> str:
     call = node.call
     assert call is not None
-    kernels = (each for each in schedule.kernels.values() if node.name in each.nodes and each.mesh_dim == dim)
+    kernels = (each for each in fused_plan.kernels.values() if node.name in each.nodes and each.mesh_dim == dim)
     kernel = next(kernels, None)
     if kernel is not None and kernel.row_dim is not None:
         return "the gradients of what acts on the ranks' rows have no tree: sequence parallelism is not covered"
     if kernel is not None:
         return "" if node.name in plan.configured else "the planner has cut it: give it a strategy"
-    reads, writes = schedule.inputs[node.name], tuple(schedule.layouts[value] for value in node.values)
+    reads, writes = fused_plan.inputs[node.name], tuple(fused_plan.layouts[value] for value in node.values)
     shapes = [len(meta.shape) for meta in (*call.inputs, *node.outputs)]
     cuts = [
         layout[dim].dim - dims

@@ -16,7 +16,7 @@ from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, Placement, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SummedGradient:
 
     dims
         The mesh dimensions over which its gradient must be summed.
-    whole
+    full_dims
         The mesh dimensions on which every rank computes the full gradient.
     nbytes
         Bytes of the gradient that a rank holds.
@@ -34,7 +34,7 @@ class SummedGradient:
     value: Value
     name: str
     dims: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_dims: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
 
@@ -56,26 +56,26 @@ class Bucket:
         return sum(member.nbytes for member in self.members)
 
 
-def with_partial_grads(schedule: Schedule, plan: ShardingPlan) -> tuple[Schedule, tuple[SummedGradient, ...]]:
-    """Return a schedule in which such parameters are R*, and the parameters replicated on some mesh dimension.
+def with_partial_grads(fused_plan: FusedPlan, plan: ShardingPlan) -> tuple[FusedPlan, tuple[SummedGradient, ...]]:
+    """Return the fused plan with R* for parameters of partial gradients, and those replicated on some mesh dimension.
 
     The parameters are in the order in which a forward reads them first.
     """
-    layouts, shared, found = dict(schedule.layouts), dict(schedule.shared_layouts), {}
-    for value, targets in _read_layouts(schedule, plan).items():
+    layouts, shared, found = dict(fused_plan.layouts), dict(fused_plan.shared_layouts), {}
+    for value, targets in _read_layouts(fused_plan, plan).items():
         dims: list[int] = []
-        whole: list[int] = []
+        full_dims: list[int] = []
         for dim, size in enumerate(plan.mesh.shape):
             if size > 1 and layouts[value][dim] == REPLICATE:
-                (dims if any(target[dim] == PARTIAL_GRAD for target in targets) else whole).append(dim)
+                (dims if any(target[dim] == PARTIAL_GRAD for target in targets) else full_dims).append(dim)
         meta, node = plan.graph.meta(value), plan.graph.nodes[value.node]
         nbytes = local_size(meta.shape, layouts[value], plan.mesh.shape) * meta.dtype.itemsize
-        if dims or whole:
-            found[value] = SummedGradient(value, node.source, tuple(dims), tuple(whole), meta.dtype, nbytes)
+        if dims or full_dims:
+            found[value] = SummedGradient(value, node.source, tuple(dims), tuple(full_dims), meta.dtype, nbytes)
         layouts[value] = _partial_grad_on(layouts[value], dims)
         if value in shared:
             shared[value] = _partial_grad_on(shared[value], dims)
-    return replace(schedule, layouts=layouts, shared_layouts=shared), tuple(found.values())
+    return replace(fused_plan, layouts=layouts, shared_layouts=shared), tuple(found.values())
 
 
 def _partial_grad_on(layout: Layout, dims: Sequence[int]) -> Layout:
@@ -87,17 +87,17 @@ def _partial_grad_on(layout: Layout, dims: Sequence[int]) -> Layout:
     return tuple(changed(dim, placement) for dim, placement in enumerate(layout))
 
 
-def _read_layouts(schedule: Schedule, plan: ShardingPlan) -> dict[Value, list[Layout]]:
+def _read_layouts(fused_plan: FusedPlan, plan: ShardingPlan) -> dict[Value, list[Layout]]:
     """Return the layouts in which each parameter is read; parameters in the order of their first readers."""
     found: dict[Value, list[Layout]] = {}
 
     def read(value: Value, layout: Layout) -> None:
         if plan.graph.nodes[value.node].kind == PARAMETER and value in plan.differentiable:
-            shared = schedule.shared_layouts.get(value)
+            shared = fused_plan.shared_layouts.get(value)
             found.setdefault(value, []).append(layout if shared is None else _effective(shared, layout))
 
-    for name in (name for unit in schedule.units(plan.graph) for name in unit):
-        for value, layout in zip(plan.graph.nodes[name].inputs, schedule.inputs[name], strict=True):
+    for name in (name for unit in fused_plan.units(plan.graph) for name in unit):
+        for value, layout in zip(plan.graph.nodes[name].inputs, fused_plan.inputs[name], strict=True):
             read(value, layout)
     for value in plan.graph.returned:
         read(value, plan.returned_layout(value))

@@ -157,8 +157,8 @@ class GradientReducer:
         key = param.name, self._suspended
         if key not in self._known_dims:
             now = tuple(dim for dim in param.dims if dim not in self._suspended)
-            later = tuple(dim for dim in sorted((*param.dims, *param.whole)) if dim in self._suspended)
-            is_first = not any(self._coordinate[dim] for dim in later if dim in param.whole)
+            later = tuple(dim for dim in sorted((*param.dims, *param.full_dims)) if dim in self._suspended)
+            is_first = not any(self._coordinate[dim] for dim in later if dim in param.full_dims)
             self._known_dims[key] = now, later, is_first
         return self._known_dims[key]
 

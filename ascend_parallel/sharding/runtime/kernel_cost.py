@@ -48,9 +48,9 @@ def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
     exchanges = exposed_exchanges(plan, CostModel(hardware)) if hardware is not None else {}
     if plan.overlap is None:
         return ExposedCollectives(plan, {}, exchanges)
-    schedule, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
-    rest = schedule.applied_to(plan)
-    kernels = {name: _exposed(kernel, rest, costs) for name, kernel in schedule.kernels.items()}
+    fused_plan, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
+    rest = fused_plan.applied_to(plan)
+    kernels = {name: _exposed(kernel, rest, costs) for name, kernel in fused_plan.kernels.items()}
     return ExposedCollectives(rest, kernels, exchanges)
 
 

@@ -3,7 +3,7 @@
 Which matmuls may be fused, the planner knows too (planner/overlapped_matmul.py): it prices them so. Column matmuls of
 the same input become one matmul with one collective.
 
-The result is a schedule: the plan's layouts without these redistributions, and the kernels. The pass runs no
+The result is a fused plan: the plan's layouts without these redistributions, and the kernels. The pass runs no
 collective.
 """
 
@@ -26,7 +26,7 @@ from ascend_parallel.sharding.layout import (
     with_placement,
 )
 from ascend_parallel.sharding.planner.overlapped_matmul import (
-    Matmul,
+    MatmulInputs,
     column_group,
     column_obstacle,
     matmul_of,
@@ -54,7 +54,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FusedPlan:
     """What a rank runs: `layouts`, `inputs` and `shared_layouts` as in a plan, and the kernels.
 
     kernels
@@ -68,8 +68,8 @@ class Schedule:
     fused: tuple[Fusion, ...] = ()
 
     @classmethod
-    def of(cls, plan: ShardingPlan) -> Schedule:
-        """Return the schedule of a plan without kernels."""
+    def of(cls, plan: ShardingPlan) -> FusedPlan:
+        """Return the plan with no kernel in it."""
         return cls(plan.layouts, plan.inputs, plan.shared_layouts)
 
     def applied_to(self, plan: ShardingPlan) -> ShardingPlan:
@@ -86,15 +86,15 @@ class Schedule:
                 yield unit
 
 
-def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) -> Schedule:
-    """Return the schedule of a plan in which matmuls overlap with their collectives.
+def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) -> FusedPlan:
+    """Return the plan with kernels that overlap matmuls with their collectives.
 
     settings
         Settings of the overlapped operators, such as the number of chunks.
     held_weights
         Only weights and biases that the model holds may be of one matmul.
     """
-    builder = _ScheduleBuilder(plan, settings, held_weights)
+    builder = _FusedPlanBuilder(plan, settings, held_weights)
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
@@ -107,14 +107,14 @@ def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) 
             builder.row(node, matmul, mesh_dim)
     for mesh_dim in dims:
         builder.columns(matmuls, mesh_dim)
-    return Schedule(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
+    return FusedPlan(builder.layouts, builder.inputs, builder.shared_layouts, builder.kernels, tuple(builder.fused))
 
 
-_Column = tuple[Node, Matmul]
+_Column = tuple[Node, MatmulInputs]
 
 
-class _ScheduleBuilder:
-    """A schedule under construction."""
+class _FusedPlanBuilder:
+    """A fused plan under construction."""
 
     def __init__(self, plan: ShardingPlan, settings: Settings, held_weights: bool) -> None:
         self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
@@ -129,7 +129,7 @@ class _ScheduleBuilder:
         self.kernels: dict[str, ColumnKernel | RowKernel] = {}
         self.fused: list[Fusion] = []
 
-    def row(self, node: Node, matmul: Matmul, mesh_dim: int) -> None:
+    def row(self, node: Node, matmul: MatmulInputs, mesh_dim: int) -> None:
         """Fuse a matmul with the redistribution of its partial sums on `mesh_dim`."""
         value = Value(node.name)
         reads, layout = self.inputs[node.name], self.layouts[value]
@@ -237,7 +237,7 @@ class _ScheduleBuilder:
         found |= {self._returned[value][mesh_dim]} if value in self._returned else set()
         return {REPLICATE if placement == PARTIAL_GRAD else placement for placement in found}
 
-    def _row_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, targets: set[Placement]) -> str:
+    def _row_obstacle(self, node: Node, matmul: MatmulInputs, mesh_dim: int, targets: set[Placement]) -> str:
         """Return why a row matmul cannot be fused; "" if it can."""
         value = Value(node.name)
         if uneven := self._uneven_text(node, matmul):
@@ -247,7 +247,7 @@ class _ScheduleBuilder:
         (target,) = targets
         return row_obstacle(matmul, node.outputs[0].shape, self.layouts[value], self._mesh, mesh_dim, target)
 
-    def _column_obstacle(self, node: Node, matmul: Matmul, mesh_dim: int, placement: Placement) -> str:
+    def _column_obstacle(self, node: Node, matmul: MatmulInputs, mesh_dim: int, placement: Placement) -> str:
         """Return why a column matmul cannot be fused; "" if it can."""
         if uneven := self._uneven_text(node, matmul):
             return uneven
@@ -255,13 +255,13 @@ class _ScheduleBuilder:
         output = self.layouts[Value(node.name)]
         return column_obstacle(matmul, shape, read, output, self._mesh, mesh_dim, placement)
 
-    def _uneven_text(self, node: Node, matmul: Matmul) -> str:
+    def _uneven_text(self, node: Node, matmul: MatmulInputs) -> str:
         """Return why ranks might cut a matmul in unlike chunks: the slices of its weight differ; "" if they do not."""
         shape = self._graph.meta(node.inputs[matmul.weight]).shape
         even = self._is_even(node, matmul, "weight")
         return "" if even else f"the slices of its weight {list(shape)} are not of the same size"
 
-    def _is_even(self, node: Node, matmul: Matmul, operand: str) -> bool:
+    def _is_even(self, node: Node, matmul: MatmulInputs, operand: str) -> bool:
         """Tell whether all ranks have the same shape of "x" or the "weight"."""
         place: int = getattr(matmul, operand)
         return is_even(self._graph.meta(node.inputs[place]).shape, self.inputs[node.name][place], self._mesh.shape)

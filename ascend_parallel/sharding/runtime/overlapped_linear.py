@@ -16,7 +16,7 @@ from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.planner.overlapped_matmul import Matmul
+from ascend_parallel.sharding.planner.overlapped_matmul import MatmulInputs
 from ascend_parallel.sharding.runtime.regather import note_joined
 from ascend_parallel.tuning.measured.tuner import Tuner
 
@@ -37,7 +37,7 @@ class Kernel(ABC):
     """
 
     nodes: tuple[str, ...]
-    matmuls: tuple[Matmul, ...]
+    matmuls: tuple[MatmulInputs, ...]
     mesh: ProcessMesh
     mesh_dim: int
     row_dim: int | None
@@ -168,7 +168,7 @@ def _tuner(settings: Settings) -> Tuner:
     return Tuner(settings, hint="")
 
 
-def _weight(matmul: Matmul, tensors: Tensors) -> torch.Tensor:
+def _weight(matmul: MatmulInputs, tensors: Tensors) -> torch.Tensor:
     """Return the weight as [N, K]."""
     weight = tensors[matmul.weight]
     return weight.t() if matmul.transposed else weight

@@ -19,7 +19,7 @@ from ascend_parallel.sharding.layout import Layout, local_size
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import plan_differentiable
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 
 LOOK_AHEAD = 16
 
@@ -72,7 +72,7 @@ class _Candidate:
 
 
 def prefetch_groups(
-    schedule: Schedule, plan: ShardingPlan, recomputed: Set[str], bucket_bytes: int
+    fused_plan: FusedPlan, plan: ShardingPlan, recomputed: Set[str], bucket_bytes: int
 ) -> dict[str, list[PrefetchGroup]]:
     """Return the prefetch groups, by the node before which they start.
 
@@ -81,9 +81,9 @@ def prefetch_groups(
     bucket_bytes
         The most bytes of a group, unless a single tensor is larger; for the first group of a kind `FIRST_BYTES`.
     """
-    units, ready = _units(schedule, plan)
+    units, ready = _units(fused_plan, plan)
     outside = [place for place, unit in enumerate(units) if not recomputed & set(unit)]
-    candidates = list(_candidates(schedule, plan, units, ready, set(outside)))
+    candidates = list(_candidates(fused_plan, plan, units, ready, set(outside)))
     groups: dict[str, list[PrefetchGroup]] = {}
     for start, members in (*_input_groups(candidates, bucket_bytes), *_output_groups(candidates)):
         first = members[0]
@@ -96,11 +96,11 @@ def prefetch_groups(
     return groups
 
 
-def _units(schedule: Schedule, plan: ShardingPlan) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+def _units(fused_plan: FusedPlan, plan: ShardingPlan) -> tuple[list[tuple[str, ...]], dict[str, int]]:
     """Return the operators in running order, and by node the position of the first that can read its output."""
     units: list[tuple[str, ...]] = []
     ready: dict[str, int] = {}
-    for unit in schedule.units(plan.graph):
+    for unit in fused_plan.units(plan.graph):
         if plan.graph.nodes[unit[0]].kind == CALL:
             units.append(unit)
         ready |= dict.fromkeys(unit, len(units))
@@ -108,7 +108,7 @@ def _units(schedule: Schedule, plan: ShardingPlan) -> tuple[list[tuple[str, ...]
 
 
 def _candidates(
-    schedule: Schedule,
+    fused_plan: FusedPlan,
     plan: ShardingPlan,
     units: Sequence[Sequence[str]],
     ready: Mapping[str, int],
@@ -118,8 +118,8 @@ def _candidates(
     seen: set[Hashable] = set()
     for place, unit in enumerate(units):
         for node in (plan.graph.nodes[name] for name in unit):
-            for value, target in zip(node.inputs, schedule.inputs[node.name], strict=True):
-                source, shared = schedule.layouts[value], schedule.shared_layouts.get(value)
+            for value, target in zip(node.inputs, fused_plan.inputs[node.name], strict=True):
+                source, shared = fused_plan.layouts[value], fused_plan.shared_layouts.get(value)
                 prefetch = Prefetch(value, node.name, node.module, source, target)
                 if shared is not None:
                     prefetch = Prefetch(value, "shared", plan.graph.nodes[value.node].module, source, shared)

@@ -17,7 +17,7 @@ from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribu
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, with_partial_grads
-from ascend_parallel.sharding.runtime.overlap_pass import Schedule, fuse
+from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -47,7 +47,7 @@ class RankPlan:
     """
 
     plan: ShardingPlan
-    schedule: Schedule
+    fused_plan: FusedPlan
     coordinate: tuple[int, ...]
     local_inputs: bool = False
     checkpointed_blocks: Mapping[str, CheckpointedBlock] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class RankPlan:
         def local(name: str, place: int) -> Shape:
             """Return the local shape of an input of a node."""
             meta = graph.meta(graph.nodes[name].inputs[place])
-            return local_shape(meta.shape, self.schedule.inputs[name][place], mesh_shape, self.coordinate)
+            return local_shape(meta.shape, self.fused_plan.inputs[name][place], mesh_shape, self.coordinate)
 
         matmuls = list(zip(kernel.nodes, kernel.matmuls, strict=True))
         (name, first), ranks = matmuls[0], mesh_shape[kernel.mesh_dim]
@@ -120,16 +120,16 @@ def plan_for_rank(
 
     Raises as `checkpointed_blocks`.
     """
-    schedule = Schedule.of(plan) if overlap is None else fuse(plan, overlap)
+    fused_plan = FusedPlan.of(plan) if overlap is None else fuse(plan, overlap)
     summed: tuple[SummedGradient, ...] = ()
     if bucket_bytes:
-        schedule, summed = with_partial_grads(schedule, plan)
-    found = checkpointed_blocks(plan, schedule, recompute or Recompute(), part=part)
+        fused_plan, summed = with_partial_grads(fused_plan, plan)
+    found = checkpointed_blocks(plan, fused_plan, recompute or Recompute(), part=part)
     recomputed = {name for block in found.values() for name in block.nodes}
-    starts = prefetch_groups(schedule, plan, recomputed, bucket_bytes) if prefetch and bucket_bytes else {}
+    starts = prefetch_groups(fused_plan, plan, recomputed, bucket_bytes) if prefetch and bucket_bytes else {}
     return RankPlan(
         plan=plan,
-        schedule=schedule,
+        fused_plan=fused_plan,
         coordinate=coordinate,
         local_inputs=local_inputs,
         checkpointed_blocks=found,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ascend_parallel.ops.unfinished import whole
+from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Instruction, Load, Registers, Step
 
@@ -29,7 +29,7 @@ class Segment(Instruction):
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the compiled function."""
-        inputs = [whole(registers[register]) for register in self.reads]
+        inputs = [plain_tensor(registers[register]) for register in self.reads]
         device = inputs[0].device.type if inputs else "cpu"
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if autocast not in self._compiled:

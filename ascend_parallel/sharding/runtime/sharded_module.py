@@ -151,7 +151,7 @@ class ShardedModule(torch.nn.Module):
     def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> list[tuple[Choice, str]]:
         """Return the overlapped operators on `group`, for the probe of bits (ops/bits.py): a plan has one shape."""
         calls: list[tuple[Choice, str]] = []
-        for kernel in self.rank_plan.schedule.kernels.values():
+        for kernel in self.rank_plan.fused_plan.kernels.values():
             if self._groups[kernel.mesh_dim]() is group:
                 shape, settings = self.rank_plan.shape(kernel, problem.device), kernel.settings
                 leaves = settings.region is True
@@ -185,7 +185,7 @@ class ShardedModule(torch.nn.Module):
     @property
     def fused(self) -> tuple[Fusion, ...]:
         """The result of the overlap pass for each matmul next to a collective."""
-        return self.rank_plan.schedule.fused
+        return self.rank_plan.fused_plan.fused
 
     @property
     def prefetches(self) -> tuple[PrefetchGroup, ...]:

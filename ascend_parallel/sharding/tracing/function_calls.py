@@ -304,7 +304,7 @@ def _is_held(value: Value, graph: Graph) -> bool:
 
 
 def _read_or_made(nodes: Sequence[Node], made: Set[Any], graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes of a call without those whose tensors nobody reads, and that are not among what it made."""
+    """Return the nodes of a call whose tensors are read, or are among its results (`made`)."""
     others = graph.nodes.keys() - {node.name for node in nodes}
     read = {*made, *graph.kept, *(value for name in others for value in graph.nodes[name].inputs)}
     kept: list[Node] = []

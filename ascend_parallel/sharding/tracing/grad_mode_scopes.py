@@ -47,7 +47,7 @@ def autocast_switched_off() -> Iterator[None]:
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
-    def entered(scope: torch.autocast) -> Any:
+    def checked_enter(scope: torch.autocast) -> Any:
         if scope._enabled:
             raise ValueError(
                 "autocast inside the forward, which a traced graph lacks: convert tensors by x.to(dtype), or give the "
@@ -58,11 +58,11 @@ def autocast_switched_off() -> Iterator[None]:
         with torch._C.DisableTorchFunction():
             return enter(scope)  # type: ignore[no-untyped-call]
 
-    def left(scope: torch.autocast, *exception: Any) -> Any:
+    def plain_exit(scope: torch.autocast, *exception: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return leave(scope, *exception)
 
-    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
+    torch.autocast.__enter__, torch.autocast.__exit__ = checked_enter, plain_exit  # type: ignore[method-assign]
     try:
         yield
     finally:

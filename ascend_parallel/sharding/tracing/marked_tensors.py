@@ -60,12 +60,12 @@ def keep_placements(model: torch.nn.Module, placements: Mapping[str, Placed]) ->
     vars(model)[ATTRIBUTE] = dict(placements)
 
 
-def plain_copy(model: torch.nn.Module, whole: Callable[[DTensor], torch.Tensor]) -> torch.nn.Module:
-    """Return a copy of a model with ``whole(tensor)`` in place of each DTensor; tied tensors stay tied."""
+def plain_copy(model: torch.nn.Module, plain: Callable[[DTensor], torch.Tensor]) -> torch.nn.Module:
+    """Return a copy of a model with ``plain(tensor)`` in place of each DTensor; tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, DTensor):
-            memo[id(tensor)] = in_place_of(tensor, whole(tensor))
+            memo[id(tensor)] = in_place_of(tensor, plain(tensor))
     placements = placements_of(model)
     copied = copy.deepcopy(model, memo)
     keep_placements(copied, placements)

@@ -1,4 +1,4 @@
-"""Notes what a forward does, in all and in each block: of blocks that did the same, the later repeat the first.
+"""Notes what a forward does, as a whole and in each block. Later blocks that did the same repeat the first.
 
 Blocks are the modules of lists. While the forward runs, `ForwardNotes` notes the calls of torch's functions inside each
 block: the function, the constants, where each tensor comes from (a parameter by name, an argument by place, the result
@@ -26,7 +26,7 @@ from ascend_parallel.sharding.tracing.model_files import is_of_fake_tensors
 from ascend_parallel.sharding.tracing.strategy_marks import noting_marks
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-# Constants whose `repr` says all about them. What a call with another constant did cannot be compared.
+# Constants that `repr` describes in full. Calls with other constants cannot be compared.
 BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 BY_VALUE = (*BY_VALUE, torch.memory_format, type(Ellipsis))  # type: ignore[assignment]
 
@@ -118,7 +118,7 @@ class ForwardNotes(TorchFunctionMode):
             yield
 
     def skip(self, path: str, kind: int, arguments: Any, returned: Any) -> None:
-        """Note a block that did not run, but would have done what is noted as `kind`."""
+        """Note a skipped block: it would have done what is noted as `kind`."""
         self._note_block(path, kind, [self._label(tensor) for tensor in tensors_in(arguments)], returned)
 
     def kind_of(self, path: str) -> int:

@@ -102,7 +102,7 @@ def warnings(plan: ShardingPlan, nbytes: float) -> list[str]:
 
 
 def _gathered(plan: ShardingPlan) -> dict[str, str]:
-    """Return, by path, the weights whose layouts were given and that are gathered, with the readers and the cost."""
+    """Return, by path, the weights that are gathered although their layouts were given, with readers and cost."""
     found = {}
     for one in plan.conversions:
         node = plan.graph.nodes[one.value.node]

@@ -76,7 +76,7 @@ def list_instructions(
     program = compile_plan(rank_plan, plan.graph, gradients=gradients)
     kept: Mapping[tuple[Value, Layout], float] = {}
     if gradients:
-        kept = SavedTensors(plan, rank_plan.schedule).kept(rank_plan.checkpointed_blocks.values())
+        kept = SavedTensors(plan, rank_plan.fused_plan).kept(rank_plan.checkpointed_blocks.values())
     return list(_Listing(rank_plan, program, kept).lines())
 
 

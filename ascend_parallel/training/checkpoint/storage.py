@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ascend_parallel.process_groups import time_limit
-from ascend_parallel.process_groups.consistency import differing, exchange
+from ascend_parallel.process_groups.consistency import differing, store_all_gather
 from ascend_parallel.training.checkpoint.differences import CheckpointError, in_words, refuse
 from ascend_parallel.training.checkpoint.folder import complete, prepare, prune, saving_folder, step_folder
 from ascend_parallel.training.checkpoint.lock import StepLock
@@ -148,7 +148,7 @@ def agree(group: dist.ProcessGroup | None, what: str, mine: dict[str, str], faul
     if group is None:
         refuse([fault] if fault else [], what)
         return offer
-    messages = exchange(group, what, {"fault": fault, "mine": mine, "offer": offer}, CheckpointError)
+    messages = store_all_gather(group, what, {"fault": fault, "mine": mine, "offer": offer}, CheckpointError)
     refuse([f"rank {rank}: {message['fault']}" for rank, message in messages.items() if message["fault"]], what)
     differences = differing({rank: message["mine"] for rank, message in messages.items()})
     refuse([f"{name}: {by_rank}" for name, by_rank in differences.items()], f"{what}: ranks differ")

@@ -143,7 +143,7 @@ def stage_sums(work: OperatorCosts, stages: int) -> StageSums:
     sequence = work.sequence
     cuts = [0]
     if stages > 1:
-        cuts = balanced_cuts(_list(np.cumsum(work.whole[sequence])), _list(work.crossing[sequence]), stages)
+        cuts = balanced_cuts(_list(np.cumsum(work.unsharded[sequence])), _list(work.crossing[sequence]), stages)
     runs = np.zeros((stages, len(work.forward)), dtype=np.int64)
     for stage, (start, stop) in enumerate(zip(cuts, [*cuts[1:], len(sequence)], strict=True)):
         np.add.at(runs[stage], sequence[start:stop], 1)
@@ -217,7 +217,7 @@ class Evaluation:
         """Return the seconds of forward and backward of each stage, with all that a micro-batch adds to them."""
         return self.at(degrees).times(self.state(degrees), degrees)
 
-    def parts(self, degrees: Degrees) -> StepBreakdown:
+    def breakdown(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
         at, work = self.at(degrees), self.step_work(degrees)
         times = time_step(work)
@@ -336,7 +336,7 @@ class Evaluation:
                 itemsize=itemsize,
                 replicas=shared.dp,
                 collective=collective,
-                around=[partial(_summed, inner, dim) for dim in summed_over],
+                further_sums=[partial(_summed, inner, dim) for dim in summed_over],
             )
 
         kinds = sorted({(each.itemsize, each.summed_over) for each in at.work.parameters})

@@ -54,7 +54,7 @@ def text(found: SearchResult, width: int | None = None) -> str:
         "",
         f"best: {found.best[0].seconds:.4g} s a step, {found.throughput(found.best[0])}",
         "best, on the rank with the most work: "
-        + ", ".join(f"{WORDS[name]} {seconds:.4g} s" for name, seconds in vars(found.best[0].parts).items()),
+        + ", ".join(f"{WORDS[name]} {seconds:.4g} s" for name, seconds in vars(found.best[0].breakdown).items()),
         "best, on the rank that holds the most: "
         + ", ".join(f"{name} {size_of(size)}" for name, size in vars(found.best[0].memory).items()),
     ]
@@ -94,7 +94,7 @@ def why(candidate: Candidate, best: Candidate) -> str:
     if candidate is best:
         return "the fastest"
     slower = candidate.seconds / best.seconds - 1
-    longer = _longer(candidate.parts, best.parts)
+    longer = _longer(candidate.breakdown, best.breakdown)
     if not longer:
         return "as fast; " + (
             "needs more memory" if candidate.memory.total > best.memory.total else "listed after the first"
@@ -103,8 +103,8 @@ def why(candidate: Candidate, best: Candidate) -> str:
     return f"+{100 * slower:.1f} %: {parts}"
 
 
-def _longer(parts: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]]:
-    more = {name: seconds - getattr(than, name) for name, seconds in vars(parts).items()}
+def _longer(breakdown: StepBreakdown, than: StepBreakdown) -> list[tuple[str, float]]:
+    more = {name: seconds - getattr(than, name) for name, seconds in vars(breakdown).items()}
     named = [(name, seconds) for name, seconds in more.items() if seconds > NAMED * than.total]
     return sorted(named, key=lambda pair: -pair[1])
 
@@ -132,7 +132,7 @@ def _row(place: int, candidate: Candidate, found: SearchResult) -> tuple[str, ..
         str(degrees.zero_stage),
         f"{candidate.seconds:.4g}",
         size_of(candidate.memory.total),
-        f"{round(100 * candidate.parts.bubble / candidate.seconds, 1) + 0.0} %",
+        f"{round(100 * candidate.breakdown.bubble / candidate.seconds, 1) + 0.0} %",
         why(candidate, found.best[0]),
     )
 
@@ -153,8 +153,8 @@ def _values(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
         "gathers_weights": candidate.gathers_weights,
         "whole_weights": candidate.whole_weights,
         **found.throughput(candidate).as_dict(),
-        "parts": vars(candidate.parts),
-        "bubble": candidate.parts.bubble / candidate.seconds,
+        "parts": vars(candidate.breakdown),
+        "bubble": candidate.breakdown.bubble / candidate.seconds,
         "memory": vars(candidate.memory) | {"total": candidate.memory.total},
         "why": why(candidate, found.best[0]),
         "strategy": found.tables(candidate),

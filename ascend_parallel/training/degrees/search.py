@@ -174,7 +174,7 @@ class Candidate:
     """
 
     degrees: Degrees
-    parts: StepBreakdown
+    breakdown: StepBreakdown
     memory: RankBytes
     gathers_weights: bool = False
     whole_weights: bool = False
@@ -193,7 +193,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """The step's seconds."""
-        return self.parts.total
+        return self.breakdown.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,8 +342,8 @@ def candidate_of(evaluation: Evaluation, degrees: Degrees, memory: RankBytes) ->
     if work.sharing is not None:
         degrees = replace(degrees, cp_exchange=work.sharing.exchange, cp_groups=work.sharing.groups)
     recomputed = evaluation.recomputed(degrees) if degrees.recompute_layers else ()
-    parts = evaluation.parts(degrees)
-    return Candidate(degrees, parts, memory, work.gathers_weights, work.whole_weights, recomputed)
+    breakdown = evaluation.breakdown(degrees)
+    return Candidate(degrees, breakdown, memory, work.gathers_weights, work.whole_weights, recomputed)
 
 
 class _Search:

@@ -93,8 +93,8 @@ class OperatorCosts:
         Whether forward gathers more bytes of parameters than of activations: "tp" then runs as ZeRO-3 does.
     whole_weights
         Whether most bytes of parameters are whole on each of several "tp" ranks: they cut the batch or the sequence.
-    whole, crossing
-        Seconds on one rank and whole bytes that cross, as `balanced` cuts stages.
+    unsharded, crossing
+        Seconds of the unsharded operator, and unsharded bytes that cross, as `balanced` cuts stages.
     """
 
     plan: ShardingPlan
@@ -105,7 +105,7 @@ class OperatorCosts:
     backward_sent: Numbers
     touched: Numbers
     sent: Numbers
-    whole: Numbers
+    unsharded: Numbers
     crossing: Numbers
     parameters: tuple[Parameter, ...]
     gathers_weights: bool
@@ -159,7 +159,7 @@ def work_of(
         backward_sent=pricing.backward,
         touched=pricing.touched(),
         sent=np.array(crossing_bytes(folded.graph, calls, pricing.local_bytes)),
-        whole=np.diff(np.array(work_done(calls, hardware)), prepend=0.0),
+        unsharded=np.diff(np.array(work_done(calls, hardware)), prepend=0.0),
         crossing=np.array(crossing_bytes(folded.graph, calls), dtype=float),
         parameters=pricing.parameters(),
         gathers_weights=pricing.gathers_weights,
@@ -259,7 +259,7 @@ class _Pricing:
 
     def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
         """Return what backward keeps with the blocks of a rank's plan, and what their second run takes."""
-        saved_tensors = SavedTensors(self._plan, rank_plan.schedule)
+        saved_tensors = SavedTensors(self._plan, rank_plan.fused_plan)
         saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
         starts = dict(rank_plan.checkpointed_blocks)
         within = {name for block in starts.values() for name in block.nodes}
@@ -289,7 +289,7 @@ class _Pricing:
 
     def _run_again(self, block: CheckpointedBlock, rank_plan: RankPlan) -> Iterable[str]:
         """Yield the operators that backward runs again (`CheckpointedBlock`, and docs/recompute.md)."""
-        kernels = rank_plan.schedule.kernels
+        kernels = rank_plan.fused_plan.kernels
         for name in block.nodes:
             kernel = kernels.get(name)
             communicates = kernel is not None and kernel.communicates and not block.recompute_collectives

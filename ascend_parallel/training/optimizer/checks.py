@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, store_all_gather
 from ascend_parallel.training.optimizer.factory import OptimizerFactory
 from ascend_parallel.training.optimizer.partition import PARTITIONS
 from ascend_parallel.training.optimizer.scaling import LossScale
@@ -60,7 +60,9 @@ def check_on_all_ranks(
     except ValueError as error:
         my_error = error
     mine = {"refused": "" if my_error is None else str(my_error)}
-    values_by_rank = {} if everybody is None else exchange(everybody, "ParallelOptimizer", mine, DisagreementError)
+    values_by_rank = (
+        {} if everybody is None else store_all_gather(everybody, "ParallelOptimizer", mine, DisagreementError)
+    )
     if my_error is not None:
         raise my_error
     for rank, values in values_by_rank.items():

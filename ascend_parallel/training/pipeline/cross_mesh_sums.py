@@ -12,7 +12,7 @@ from ascend_parallel.ops.pending import run_collective
 from ascend_parallel.sharding.graph import BUFFER, PARAMETER, Value
 from ascend_parallel.sharding.layout import Layout, Shape, forward
 from ascend_parallel.sharding.mesh import ProcessMesh
-from ascend_parallel.sharding.redistribute.across_meshes import exchange
+from ascend_parallel.sharding.redistribute.across_meshes import redistribute_across_meshes
 from ascend_parallel.training.pipeline.split_plan import StagePlan
 
 
@@ -62,7 +62,9 @@ class CrossMeshSums:
                 if source == target or index not in (source, target):
                     continue
                 sent, got = self._held[name, source], self._held[name, target]
-                received = exchange(own, held.shape, sent.mesh, sent.layout, got.mesh, got.layout, self._everybody)
+                received = redistribute_across_meshes(
+                    own, held.shape, sent.mesh, sent.layout, got.mesh, got.layout, self._everybody
+                )
                 if target == index:
                     terms[source] = received
         total = terms[holders[0]]

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ascend_parallel.process_groups.consistency import exchange
+from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.text.templates import render
 from ascend_parallel.tuning.step_time.schedule import WORDS, Action, closed_bubble
 from ascend_parallel.tuning.step_time.timing import SimulatedStep, Slot, StageTimes, simulate
@@ -118,7 +118,7 @@ def measure_step(
     """Return the times that `ranks` of `group`, one of each mesh in order, measured. All ranks of it must call it."""
     busy = sum(slot.stop - slot.start for slot in executed)
     mine = {"seconds": seconds, "busy": busy, "medians": _medians(executed)}
-    everything = exchange(group, "Pipeline.measure", mine, RuntimeError)
+    everything = store_all_gather(group, "Pipeline.measure", mine, RuntimeError)
     by_rank = [everything[rank] for rank in ranks]
     times = StageTimes(measured={_key(name): value for times in by_rank for name, value in times["medians"].items()})
     simulated = simulate(schedule, len(by_rank), stages, micro_batches, times)

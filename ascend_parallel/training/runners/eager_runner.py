@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ascend_parallel.ops.pending import run_collective
-from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, exchange, fingerprint
+from ascend_parallel.process_groups.consistency import DisagreementError, confirm_same, fingerprint, store_all_gather
 from ascend_parallel.sharding.runtime.parallelize import parallelize
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tensor_shard import TensorShard
@@ -192,7 +192,7 @@ class HybridRunner(Runner):
         assert everybody is not None
         parameters = {name: param for name, param in self._model.named_parameters() if param.requires_grad}
         mine = {name: str((shards[name].offsets, tuple(param.shape))) for name, param in parameters.items()}
-        by_rank = exchange(everybody, "train_step", mine, DisagreementError).values()
+        by_rank = store_all_gather(everybody, "train_step", mine, DisagreementError).values()
         copies = {name: sum(bounds.get(name) == my_bounds for bounds in by_rank) for name, my_bounds in mine.items()}
         return [
             OwnedParameter(name, param, shards[name], self._group, copies[name]) for name, param in parameters.items()

@@ -28,7 +28,7 @@ from ascend_parallel.overlap.context import (
     run_attention,
 )
 from ascend_parallel.settings import Settings
-from ascend_parallel.text import shown, whole
+from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -57,7 +57,7 @@ class AttentionCase:
     @classmethod
     def parse(cls, text: str, dtype: str, ranks: int) -> AttentionCase:
         """Read ``TOKENS,HEADS,KEYS,WIDTH``; raises `PlanningError` for another text, or heads that cannot be shared."""
-        sizes = [whole(part) or 0 for part in text.split(",")]
+        sizes = [parse_int(part) or 0 for part in text.split(",")]
         if len(sizes) != 4 or not all(0 < size <= MOST for size in sizes) or sizes[0] % (2 * ranks):
             raise PlanningError(
                 f"--context {shown(text)} is not allowed: give TOKENS,HEADS,KEYS,WIDTH, with a multiple of {2 * ranks} "
@@ -66,19 +66,19 @@ class AttentionCase:
         tokens, heads, key_heads, width = sizes
         case = cls(tokens=tokens, heads=heads, key_heads=key_heads, width=width, dtype=dtype)
         try:
-            case.exchange(ranks)
+            case.chosen_exchange(ranks)
         except ValueError as error:
             raise PlanningError(f"--context {shown(text)} is not allowed: {error}") from error
         return case
 
-    def exchange(self, ranks: int) -> str:
+    def chosen_exchange(self, ranks: int) -> str:
         """Return the exchange that runs unless another is asked for: "heads" or "gather"."""
         return choose_exchange(self.heads, self.key_heads, ranks)[0]
 
     def parts(self, ranks: int, exchange: str | None = None) -> int:
         """Return how many heads of keys an exchange, or the one that runs, is cut by; 0: it cannot run."""
         try:
-            return cut_heads(self.heads, self.key_heads, ranks, exchange or self.exchange(ranks))
+            return cut_heads(self.heads, self.key_heads, ranks, exchange or self.chosen_exchange(ranks))
         except ValueError:
             return 0
 
@@ -129,7 +129,7 @@ class _SharedAttention:
 
     def __init__(self, case: AttentionCase, group: dist.ProcessGroup) -> None:
         self._case, self._group, self._ranks = case, group, group.size()
-        self.exchange = case.exchange(group.size())
+        self.exchange = case.chosen_exchange(group.size())
         generator = torch.Generator().manual_seed(SEED)
 
         def drawn(tokens: int, heads: int) -> torch.Tensor:

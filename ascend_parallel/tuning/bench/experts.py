@@ -24,7 +24,7 @@ from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
-from ascend_parallel.text import shown, whole
+from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
@@ -59,7 +59,7 @@ class ExpertsCase:
     @classmethod
     def parse(cls, text: str, shared: int, dtype: str, ranks: int) -> ExpertsCase:
         """Read ``EXPERTS,ROWS,HIDDEN,INNER``; raises `PlanningError` for another text."""
-        sizes = [whole(part) or 0 for part in text.split(",")]
+        sizes = [parse_int(part) or 0 for part in text.split(",")]
         if len(sizes) != 4 or not all(0 < size <= MOST for size in sizes) or sizes[0] % ranks or sizes[0] // ranks < 2:
             raise PlanningError(
                 f"--moe {shown(text)} is not allowed: give EXPERTS,ROWS,HIDDEN,INNER, with two experts or more on "

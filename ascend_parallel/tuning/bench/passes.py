@@ -69,7 +69,7 @@ def _measure_pass(
     equal: bool,
     deterministic: list[str],
 ) -> dict[str, Any]:
-    candidates = _candidate_sizes(layer, operator, layer.parts(operator, ROUNDS), chunks, equal)
+    candidates = _candidate_sizes(layer, operator, layer.breakdown(operator, ROUNDS), chunks, equal)
     variants = {name: layer.with_sizes(operator, sizes) for name, sizes in candidates.items()}
     for value in deterministic:
         for count in (1, *chunks):
@@ -77,7 +77,7 @@ def _measure_pass(
             variants[name] = replace(PLAIN, num_chunks=count, deterministic=TP if value == TP else True)
     if fused and (kernel := _fused_kernel(layer, operator)) is not None:
         variants[kernel] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
-    parts, times = layer.time_with_parts(operator, variants, rounds)
+    breakdown, times = layer.time_with_breakdown(operator, variants, rounds)
     # Time the finalists again, alone: among many variants, a lucky median may be the smallest.
     final = layer.time(operator, {name: variants[name] for name in _finalists(candidates, times, equal)}, rounds)
     best = min((name for name in final if name != SERIAL), key=lambda name: median(final[name]), default=SERIAL)
@@ -86,7 +86,7 @@ def _measure_pass(
         **operator.as_dict(),
         "kind": layer.shape.kind,
         "sequence_parallel": layer.shape.sequence_parallel,
-        "parts": asdict(parts),
+        "parts": asdict(breakdown),
         "sizes": {name: list(sizes) for name, sizes in candidates.items()},
         "times": times,
         "again": final,
@@ -105,22 +105,22 @@ def _finalists(candidates: Mapping[str, Sizes], times: Mapping[str, Sequence[flo
 
 
 def _candidate_sizes(
-    layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown, chunks: list[int], equal: bool
+    layer: TimedLinear, operator: LayerOperator, breakdown: PassBreakdown, chunks: list[int], equal: bool
 ) -> dict[str, Sizes]:
     """Return chunk sizes by name: one chunk, the requested counts, and the model's best sizes.
 
     Each list is the sizes that a run uses: larger chunks where the matmul's bits need them.
     """
-    candidates: dict[str, Sizes] = {SERIAL: (parts.rows,)}
+    candidates: dict[str, Sizes] = {SERIAL: (breakdown.rows,)}
     for count in chunks:
-        cuts = {f"{count} equal": equal_sizes(parts.rows, count)} if equal else {}
-        cuts[f"{count} chunks"] = split_rows(parts.rows, count)
+        cuts = {f"{count} equal": equal_sizes(breakdown.rows, count)} if equal else {}
+        cuts[f"{count} chunks"] = split_rows(breakdown.rows, count)
         for name, requested in cuts.items():
             sizes = layer.sizes_as_run(operator, requested)
             if len(sizes) >= count and sizes not in candidates.values():  # a framework may cut a rest off
                 candidates[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
-        sizes = layer.sizes_as_run(operator, best_of_model(operator.problem, parts, most).sizes)
+        sizes = layer.sizes_as_run(operator, best_of_model(operator.problem, breakdown, most).sizes)
         if sizes not in candidates.values():
             candidates[name] = sizes
     return candidates

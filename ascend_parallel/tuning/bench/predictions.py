@@ -35,8 +35,8 @@ def predictions(measured: Values, case: Values, hardware: str | None) -> Values:
     """
     operator, m, k, n = (measured[name] for name in ("operator", "m", "k", "n"))
     problem = Problem(operator, m, k, n, torch.float32, CPU, case["ranks"])  # the parts know dtype and device
-    parts = PassBreakdown(**measured["parts"])
-    predicted = {name: seconds(problem, parts, sizes) for name, sizes in measured["sizes"].items()}
+    breakdown = PassBreakdown(**measured["parts"])
+    predicted = {name: seconds(problem, breakdown, sizes) for name, sizes in measured["sizes"].items()}
     of_hardware = None
     if hardware is not None:
         costs, item = CostModel(all_hardware()[hardware]), _itemsize(case)
@@ -56,8 +56,11 @@ def collectives(measured: Sequence[Values], cases: Sequence[Values]) -> list[Val
     """
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for result in measured:
-        case, parts, operator = cases[result["case"]], PassBreakdown(**result["parts"]), result["operator"]
-        for rows, alone in ((min(parts.rows, LATENCY_ROWS), parts.latency), (parts.rows, parts.collective)):
+        case, breakdown, operator = cases[result["case"]], PassBreakdown(**result["parts"]), result["operator"]
+        for rows, alone in (
+            (min(breakdown.rows, LATENCY_ROWS), breakdown.latency),
+            (breakdown.rows, breakdown.collective),
+        ):
             whole = rows * _columns(result) * _itemsize(case) * (1 if operator == ALL_REDUCE else case["ranks"])
             times[COLLECTIVES[operator], whole, case["ranks"]].append(alone)
     found = []

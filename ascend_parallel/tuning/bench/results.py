@@ -86,26 +86,26 @@ def result_rows(names: list[str], measured: list[dict[str, Any]]) -> list[Row]:
 
 
 def _row(name: str, result: dict[str, Any]) -> Row:
-    parts, times = PassBreakdown(**result["parts"]), result["times"]
+    breakdown, times = PassBreakdown(**result["parts"]), result["times"]
     variants = [
-        _variant(other, ours, times[SERIAL], parts, result["sizes"].get(other, []))
+        _variant(other, ours, times[SERIAL], breakdown, result["sizes"].get(other, []))
         for other, ours in times.items()
         if other != SERIAL
     ]
     shape = {key: result[key] for key in ("run", "operator", "m", "k", "n", "kept")}
     return Row(
         layer=name,
-        matmul=parts.computation,
-        comm=parts.communication,
+        matmul=breakdown.computation,
+        comm=breakdown.communication,
         serial=median(times[SERIAL]),
         variants=variants,
         **shape,
     )
 
 
-def _variant(name: str, ours: list[float], serial: list[float], parts: PassBreakdown, sizes: list[int]) -> Variant:
+def _variant(name: str, ours: list[float], serial: list[float], breakdown: PassBreakdown, sizes: list[int]) -> Variant:
     (speedup, low, high), whole = speedup_of(serial, ours), median(serial)
-    share = e_bound(whole / speedup, whole, parts.computation, parts.communication) if low > 1 else None
+    share = e_bound(whole / speedup, whole, breakdown.computation, breakdown.communication) if low > 1 else None
     return Variant(name=name, seconds=median(ours), speedup=speedup, low=low, high=high, e_bound=share, sizes=sizes)
 
 

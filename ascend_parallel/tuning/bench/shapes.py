@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ascend_parallel.overlap.layer_shape import LayerShape
-from ascend_parallel.text import dtype_name, shown, whole
+from ascend_parallel.text import dtype_name, parse_int, shown
 from ascend_parallel.tuning.cost_model.models import Model, ModelLinear
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 
@@ -55,7 +55,7 @@ def shape_linears(
 
 
 def _parse(text: str) -> tuple[int, int, int]:
-    sizes = [whole(part) or 0 for part in text.split(",")]
+    sizes = [parse_int(part) or 0 for part in text.split(",")]
     if len(sizes) != 3 or not all(0 < size <= MOST for size in sizes):
         raise PlanningError(
             f"--shape {shown(text)} is not a shape: give M,K,N such as 2048,1024,1024, each up to {MOST}"

@@ -29,7 +29,7 @@ Cost = Callable[[Sizes], float]
 class ChunkSearchResult:
     """The result of a search: seconds of one chunk, and sizes and seconds of the best equal chunks and of the best."""
 
-    whole: float
+    one_chunk: float
     equal: Sizes
     equal_seconds: float
     sizes: Sizes
@@ -51,7 +51,6 @@ def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS, tile: i
     """
     seconds = cache(cost)
     counts = range(1, max(1, min(most_chunks, rows // tile)) + 1)
-    whole = (rows,)
     equal = min((equal_sizes(rows, count, tile) for count in counts), key=lambda sizes: (seconds(sizes), len(sizes)))
     seeds = {equal, *(split_rows(rows, count, tile) for count in counts), *_grown(rows, counts, tile)}
     ranked = sorted(seeds, key=lambda sizes: (seconds(sizes), len(sizes), sizes))
@@ -62,7 +61,7 @@ def best_sizes(rows: int, cost: Cost, *, most_chunks: int = MOST_CHUNKS, tile: i
         if seconds(sizes) < seconds(best) * (1 - LEAST_GAIN):
             best = sizes
     return ChunkSearchResult(
-        whole=seconds(whole), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best)
+        one_chunk=seconds((rows,)), equal=equal, equal_seconds=seconds(equal), sizes=best, seconds=seconds(best)
     )
 
 

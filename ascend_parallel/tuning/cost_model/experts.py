@@ -112,7 +112,7 @@ class ExpertsTime:
         return 3 if self.model.gated else 2
 
     @cached_property
-    def around(self) -> float:
+    def routing(self) -> float:
         """Seconds of the router's forward, and of sorting the rows and summing what came back."""
         model, batch = self.model, self.batch
         router = self.costs.matmul(batch.own_rows, model.hidden, model.experts, batch.dtype.itemsize)
@@ -153,16 +153,16 @@ class ExpertsTime:
 
         Experts whose width ranks share are not cut into groups (docs/moe.md), nor those of one rank.
         """
-        around = (1 if direction == FORWARD else ELEMENTWISE_BACKWARD) * self.around
+        routing = (1 if direction == FORWARD else ELEMENTWISE_BACKWARD) * self.routing
         work = self.work(direction)
         in_turn = work.in_turn + shared
         if work.tail and self.batch.ep > 1:
             in_turn = in_groups(self.costs, work, (self.experts,), 0.0).seconds + shared
         if schedule.name in ("in-turn", "megatron") or self.batch.ep == 1 or self.batch.etp > 1:
-            return in_turn + around
+            return in_turn + routing
         if schedule.name == "bound":
-            return max(work.compute + work.tail + shared, self.all_to_alls) + around
-        return min(self._in_groups(work, count, shared, in_turn) for count in self._counts(schedule)) + around
+            return max(work.compute + work.tail + shared, self.all_to_alls) + routing
+        return min(self._in_groups(work, count, shared, in_turn) for count in self._counts(schedule)) + routing
 
     def best_groups(self, direction: str) -> Sizes | None:
         """Return the experts of each of the best groups, without a shared expert; None: nothing is gained."""

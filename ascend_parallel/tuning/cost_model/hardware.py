@@ -35,7 +35,7 @@ Steps = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matmul:
+class MatmulUnit:
     """The matmul unit: `cores` cores, each with `macs_per_cycle * frequency` multiply-adds per second.
 
     variation: the standard deviation of the cards' speeds, as a share of their mean.
@@ -149,7 +149,7 @@ class Hardware:
     device: str
     dtype: str
     topology: str
-    matmul: Matmul
+    matmul: MatmulUnit
     memory: Memory
     attention: Attention
     collectives: Collectives
@@ -186,7 +186,7 @@ def expected_maximum(count: int) -> float:
 
 
 TABLES: dict[str, type[Any]] = {
-    "matmul": Matmul,
+    "matmul": MatmulUnit,
     "memory": Memory,
     "attention": Attention,
     "collectives": Collectives,

@@ -60,7 +60,7 @@ class TransformerLayerTime:
         self.linears = layer_linears(model, batch, sparse=sparse)
         self.experts = ExpertsTime(costs, model, batch) if sparse else None
         self._width = model.shared_ffn if sparse else model.ffn
-        self.parts = {
+        self.linear_passes = {
             direction: [LinearPass(costs, linear, direction) for linear in self.linears]
             for direction in (FORWARD, BACKWARD)
         }
@@ -213,7 +213,7 @@ class TransformerLayerTime:
 
     def region(self, count: int) -> Region:
         """Return the layer's region in `count` chunks."""
-        return Region(self.costs, self.parts, self.batch, count, tail=self.tail, activation=self.activation)
+        return Region(self.costs, self.linear_passes, self.batch, count, tail=self.tail, activation=self.activation)
 
     def _elementwise(self, accesses: int, launches: int) -> Elementwise:
         return Elementwise(seconds=self.costs.stream(self.batch.dtype.itemsize * accesses), launches=launches)
@@ -232,7 +232,7 @@ class TransformerLayerTime:
 
     def communication(self, recompute: str) -> float:
         """Return the time of all collectives of forward and backward, each in one chunk."""
-        forward, backward = (sum(part.communication for part in parts) for parts in self.parts.values())
+        forward, backward = (sum(part.communication for part in parts) for parts in self.linear_passes.values())
         if self.experts is not None:
             forward, backward = forward + self.experts.all_to_alls, backward + self.experts.all_to_alls
         return forward + backward + (forward if recompute == "full" else 0.0)
@@ -241,7 +241,7 @@ class TransformerLayerTime:
         """Return the time of forward."""
         if self._in_region(schedule):
             region = self.region(int(schedule.name))
-            outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.parts[FORWARD][:-3])
+            outside = 0.0 if region.pulls else sum(schedule.seconds(part) for part in self.linear_passes[FORWARD][:-3])
             around = self._around_attention + self.unfused[0]
             return region.forward().seconds + outside + self.attention + around + self.replicated
         elementwise = self.elementwise + self.unfused[0]
@@ -252,7 +252,7 @@ class TransformerLayerTime:
         elementwise = self.elementwise
         if self._in_region(schedule):
             region = self.region(int(schedule.name))
-            parts = [] if region.pulls else self.parts[BACKWARD][:-3]
+            parts = [] if region.pulls else self.linear_passes[BACKWARD][:-3]
             linear = region.backward().seconds + sum(schedule.seconds(part) for part in parts)
             elementwise -= self._whole(self.activation) + (2 if region.pulls else 1) * self._whole(self.tail)
         else:
@@ -270,7 +270,7 @@ class TransformerLayerTime:
 
     def _in_parts(self, direction: str, schedule: ChunkSchedule) -> float:
         """Return the seconds of a pass's linear layers, and of its experts."""
-        parts = self.parts[direction]
+        parts = self.linear_passes[direction]
         if self.experts is None:
             return sum(schedule.seconds(part) for part in parts)
         attention = len(parts) - (2 if self._width else 0)
@@ -285,7 +285,11 @@ class TransformerLayerTime:
         (docs/recompute.md).
         """
         if recompute == "full" and self.batch.single_operators:
-            last = self.experts.work(FORWARD).compute if self.experts else schedule.seconds(self.parts[FORWARD][-1])
+            last = (
+                self.experts.work(FORWARD).compute
+                if self.experts
+                else schedule.seconds(self.linear_passes[FORWARD][-1])
+            )
             return self.forward(schedule) - last - self._whole(self.residual)
         return {"none": 0.0, "selective": self.attention, "full": self.forward(schedule)}[recompute]
 
@@ -297,7 +301,7 @@ class EmbeddingAndLogitsTime:
         """Set up the ends of `model` as `batch` distributes it."""
         self.costs, self.model, self.batch = costs, model, batch
         self.linear: ModelLinear = head_linear(model, batch)
-        self.parts = {direction: LinearPass(costs, self.linear, direction) for direction in (FORWARD, BACKWARD)}
+        self.linear_passes = {direction: LinearPass(costs, self.linear, direction) for direction in (FORWARD, BACKWARD)}
 
     @property
     def embedding(self) -> float:
@@ -318,5 +322,5 @@ class EmbeddingAndLogitsTime:
 
     def seconds(self, schedule: ChunkSchedule) -> tuple[float, float]:
         """Return the seconds of logits and loss, forward and backward."""
-        forward, backward = (schedule.seconds(self.parts[way]) for way in (FORWARD, BACKWARD))
+        forward, backward = (schedule.seconds(self.linear_passes[direction]) for direction in (FORWARD, BACKWARD))
         return forward + self.loss(LOSS_BYTES[0]), backward + self.loss(LOSS_BYTES[1])

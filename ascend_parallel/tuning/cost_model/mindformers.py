@@ -330,23 +330,23 @@ def read_mindformers(path: str | Path, ranks: int | None = None) -> MindFormersR
 
 
 class _Keys:
-    """The leaves of a file by dotted path; each is taken once, or left and named."""
+    """The leaves of a file by dotted path; each is read once, or named as unread."""
 
     def __init__(self, place: str, tables: Mapping[str, Any]) -> None:
         self.place = place
-        self.left = _leaves(tables, place)
+        self.unread = _leaves(tables, place)
         self.uses: list[KeyUse] = []
 
     def say(self, key: str, use: str, words: str, default: Any = None) -> None:
         """Note what becomes of a key; one that the file does not have only where its default differs here."""
-        given = key in self.left
-        value = self.left.pop(key, default)
+        given = key in self.unread
+        value = self.unread.pop(key, default)
         if given or use == DIFFERS:
             self.uses.append(KeyUse(key, value, use, words, given))
 
     def count(self, key: str, words: str, default: int = 1, least: int = 1, most: int = MOST_ROWS) -> int:
         """Return a whole number, and note its use."""
-        value = self.left.get(key, default)
+        value = self.unread.get(key, default)
         allowed = type(value) is int and least <= value <= most
         self.check(key, value, allowed, f"a whole number from {least} to {most}")
         self.say(key, USED, words)
@@ -354,14 +354,14 @@ class _Keys:
 
     def flag(self, key: str, words: str, *, default: bool = False) -> bool:
         """Return true or false, and note its use."""
-        value = self.left.get(key, default)
+        value = self.unread.get(key, default)
         self.check(key, value, isinstance(value, bool), "True or False")
         self.say(key, USED, words)
         return bool(value)
 
     def name(self, key: str, words: str, allowed: Sequence[Any], default: Any) -> Any:
         """Return one of `allowed`, and note its use."""
-        value = self.left.get(key, default)
+        value = self.unread.get(key, default)
         plain = isinstance(value, (str, int)) and not isinstance(value, bool)
         self.check(key, value, plain and value in allowed, f"one of {', '.join(map(str, allowed))}")
         self.say(key, USED, words)
@@ -372,8 +372,8 @@ class _Keys:
         require(f"{self.place}: {key}", value, allowed, expected)
 
     def finish(self) -> tuple[KeyUse, ...]:
-        """Name all keys that are left, and return what became of every key."""
-        for key in sorted(self.left):
+        """Name all unread keys, and return what became of every key."""
+        for key in sorted(self.unread):
             section = key.partition(".")[0]
             if key in WITHOUT:
                 self.say(key, NONE, WITHOUT[key])
@@ -531,11 +531,11 @@ def _finished(keys: _Keys, tp: int, mode: str) -> tuple[KeyUse, ...]:
         ("parallel_config.vocab_emb_dp", "the plan chooses the embedding's layout, or weights:... of `operators`"),
     ):
         keys.say(key, NONE, words)
-    for key in [name for name in keys.left if name.startswith(("recompute_config.select", "recompute.select"))]:
-        off = keys.left[key] is False or keys.left[key] is None
+    for key in [name for name in keys.unread if name.startswith(("recompute_config.select", "recompute.select"))]:
+        off = keys.unread[key] is False or keys.unread[key] is None
         words = "off" if off else "MindFormers' module paths and operators: name yours in [recompute] modules"
         keys.say(key, USED if off else NONE, words)
-    for key in [name for name in keys.left if name.startswith(("swap", "recompute_config.swap"))]:
+    for key in [name for name in keys.unread if name.startswith(("swap", "recompute_config.swap"))]:
         keys.say(key, NONE, "activations stay on the device, or are recomputed")
     return keys.finish()
 
@@ -593,7 +593,7 @@ def _static_schedule(keys: _Keys, pp: int) -> tuple[int, str]:
 def _stage_layers(keys: _Keys, config: Mapping[str, Any], pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
     """Return the layers of each stage by `offset`: layers // stages + offset; () where nothing is offset."""
     key = f"{CONFIG}offset"
-    offset = keys.left.get(key, 0)
+    offset = keys.unread.get(key, 0)
     rows = offset if isinstance(offset, list) and all(isinstance(row, list) for row in offset) and offset else [offset]
     flat = [count for row in rows for count in (row if isinstance(row, list) else [row])]
     whole = all(type(count) is int and abs(count) <= MOST_ROWS for count in flat)
@@ -618,7 +618,7 @@ def _stage_layers(keys: _Keys, config: Mapping[str, Any], pp: int, virtual: int,
 def _static_recompute(keys: _Keys, stages: int, config: Mapping[str, Any]) -> tuple[bool, tuple[int, ...]]:
     """Return whether all layers are recomputed, and otherwise how many of each stage."""
     key = "recompute_config.recompute"
-    value = keys.left.get(key, False)
+    value = keys.unread.get(key, False)
     if isinstance(value, bool):
         keys.say(key, USED, "[recompute] modules: all layers" if value else "off")
         return value, ()
@@ -648,7 +648,7 @@ def _static_zero(keys: _Keys, dp: int) -> int:
 def _static_norm(keys: _Keys) -> float | None:
     clip = keys.flag("runner_wrapper.use_clip_grad", "max_norm")
     key = "runner_wrapper.max_grad_norm"
-    norm = keys.left.get(key, 1.0)
+    norm = keys.unread.get(key, 1.0)
     number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and 0 < norm < inf
     keys.check(key, norm, number, "a number above 0")
     keys.say(key, USED, "max_norm")
@@ -659,8 +659,8 @@ def _data(keys: _Keys) -> None:
     """Say who cuts the batch."""
     whole = keys.flag("parallel.full_batch", "train_step takes the global batch")
     words = "train_step(..., local_batches=True): each replica reads its own part"
-    strategy = keys.left.get("parallel.dataset_strategy", "full_batch" if whole else None)
-    if "parallel.dataset_strategy" in keys.left:
+    strategy = keys.unread.get("parallel.dataset_strategy", "full_batch" if whole else None)
+    if "parallel.dataset_strategy" in keys.unread:
         same = strategy == "full_batch"
         keys.say("parallel.dataset_strategy", USED if same else DIFFERS, "the global batch" if same else words)
     if strategy != "full_batch":
@@ -668,18 +668,18 @@ def _data(keys: _Keys) -> None:
     words = (
         'mode auto searches exactly, by time; propagate(..., objective="redistribution") has the published objective'
     )
-    if "parallel.search_mode" in keys.left:
+    if "parallel.search_mode" in keys.unread:
         keys.say("parallel.search_mode", DIFFERS, words)
 
 
 def _length(keys: _Keys) -> int | None:
     key = f"{CONFIG}seq_length"
-    return keys.count(key, "the sequence length of predict and plan-training") if key in keys.left else None
+    return keys.count(key, "the sequence length of predict and plan-training") if key in keys.unread else None
 
 
 def _memory(keys: _Keys) -> str | None:
     key = "context.max_device_memory"
-    memory = keys.left.get(key)
+    memory = keys.unread.get(key)
     if memory is None:
         return None
     keys.check(key, memory, isinstance(memory, str) and len(memory) < 40, "a size such as '58GB'")
@@ -689,10 +689,10 @@ def _memory(keys: _Keys) -> str | None:
 
 def _amp(keys: _Keys) -> dict[str, Any]:
     """Return the table amp: matmuls in 16 bits, with weights in fp32 (level O1) or in 16 bits too (O2)."""
-    compute = keys.left.get(f"{CONFIG}compute_dtype")
-    held = next((keys.left[name] for name in _HELD if name in keys.left), "float32")
+    compute = keys.unread.get(f"{CONFIG}compute_dtype")
+    held = next((keys.unread[name] for name in _HELD if name in keys.unread), "float32")
     known = (*HALVES, *FULL)
-    for key, value in ((f"{CONFIG}compute_dtype", compute), *((name, held) for name in _HELD if name in keys.left)):
+    for key, value in ((f"{CONFIG}compute_dtype", compute), *((name, held) for name in _HELD if name in keys.unread)):
         if value is not None:
             keys.check(key, value, isinstance(value, str) and value in known, f"one of {', '.join(known)}")
             keys.say(key, USED, "[amp]")
@@ -712,9 +712,9 @@ def _config(keys: _Keys) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in SIZES:
         for key in (f"{CONFIG}{name}", f"model.{name}"):
-            if key not in keys.left:
+            if key not in keys.unread:
                 continue
-            value = keys.left[key]
+            value = keys.unread[key]
             plain = value is None or isinstance(value, (int, str))
             keys.check(key, value, plain and len(str(value)) < 100, "a whole number, a flag or a name")
             if value is not None:
@@ -749,7 +749,7 @@ def _plain(value: Any) -> Any:
 
 def _exchange(keys: _Keys, key: str, ulysses: str, cp: int) -> str:
     """Return "heads" if a file asks for Ulysses; else "", and the plan chooses: it runs no ring."""
-    if cp == 1 or keys.left.get(key) != ulysses:
+    if cp == 1 or keys.unread.get(key) != ulysses:
         return ""
     keys.say(key, USED, 'sequence_exchange = "heads"')
     return HEADS
@@ -790,7 +790,7 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
     virtual = virtual if pp > 1 else 1
     schedule = "interleaved_1f1b" if virtual > 1 else ("1f1b" if schedule == "interleaved_1f1b" else schedule)
     config = _config(keys)
-    layers = keys.left.get("parallelism.pipeline_parallel_layers_per_stage", "auto")
+    layers = keys.unread.get("parallelism.pipeline_parallel_layers_per_stage", "auto")
     if layers in ("auto", None):
         keys.say("parallelism.pipeline_parallel_layers_per_stage", USED, "stages of about equal work")
     all_layers, ranges = _pynative_recompute(keys)
@@ -799,7 +799,7 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
     _differs(
         keys, "parallelism.disable_gradient_division", mean, False, "the mean over the global batch, as always here"
     )
-    norm = keys.left.get("training.max_norm", 1.0)
+    norm = keys.unread.get("training.max_norm", 1.0)
     number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and 0 <= norm < inf
     keys.check("training.max_norm", norm, number, "a number of 0 or more")
     keys.say("training.max_norm", USED, "max_norm; 0: none")
@@ -843,12 +843,12 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
 
 def _pynative_recompute(keys: _Keys) -> tuple[bool, tuple[str, ...]]:
     """Return whether all layers are recomputed, and otherwise the layers as "3" and "0-3"."""
-    mode = keys.left.get("recompute.mode", "None")
+    mode = keys.unread.get("recompute.mode", "None")
     keys.check("recompute.mode", mode, mode in (None, "None", "full", "select"), "None, full or select")
-    mode = keys.left.get("recompute.mode") or "None"
+    mode = keys.unread.get("recompute.mode") or "None"
     keys.say("recompute.mode", USED if mode != "select" else NONE, "[recompute] modules")
     key = "recompute.full_recompute_layer"
-    layers = keys.left.get(key)
+    layers = keys.unread.get(key)
     fits = layers is None or (isinstance(layers, list) and all(_is_range(part) for part in layers))
     keys.check(key, layers, fits, "layers and ranges, such as [0-3, 7]")
     keys.say(key, USED, "[recompute] modules")

@@ -100,7 +100,7 @@ class Region:
     def __init__(
         self,
         costs: CostModel,
-        parts: Mapping[str, Sequence[LinearPass]],
+        linear_passes: Mapping[str, Sequence[LinearPass]],
         batch: Batch,
         count: int,
         *,
@@ -112,8 +112,8 @@ class Region:
         tail: bias, addition and norm. If one layer alone stands before proj, it pulls the rows of the layer before.
         """
         self._costs, self._tail, self._activation = costs, tail, activation
-        *self._first, self._proj, self._up, self._down = parts[FORWARD]
-        *self._first_backward, self._proj_backward, self._up_backward, self._down_backward = parts[BACKWARD]
+        *self._first, self._proj, self._up, self._down = linear_passes[FORWARD]
+        *self._first_backward, self._proj_backward, self._up_backward, self._down_backward = linear_passes[BACKWARD]
         self._sequence_parallel = batch.sequence_parallel and batch.tp > 1
         self._sizes: Sizes = split_rows(batch.own_rows, count)
         self._rows = batch.own_rows

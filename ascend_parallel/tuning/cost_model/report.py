@@ -61,7 +61,12 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
     """Return the prediction as plain values; times in seconds, gains as shares over "serial"."""
     costs = CostModel(hardware)
     layer, ends = parts_of(costs, model, batch)
-    calls = [*layer.parts[FORWARD], ends.parts[FORWARD], *layer.parts[BACKWARD], ends.parts[BACKWARD]]
+    calls = [
+        *layer.linear_passes[FORWARD],
+        ends.linear_passes[FORWARD],
+        *layer.linear_passes[BACKWARD],
+        ends.linear_passes[BACKWARD],
+    ]
     assumed = sorted(name for name, number in hardware.numbers.items() if number.assumed)
     steps, ranks = _steps(costs, model, batch, layout), ranks_of(batch, layout)
     return {

@@ -91,8 +91,8 @@ class SharedAttention:
         kernels: seconds of forward and backward without what is sent. exchange, groups: those that are asked for; "":
         `HEADS` and `GATHER` are compared, 0: `GROUPS`. Of equal prices heads come first, and few groups.
         """
-        ways = [way for way in ((exchange,) if exchange else EXCHANGES) if self.allows(way)]
-        return sorted((self._price(way, groups, kernels, collective) for way in ways), key=_total)
+        exchanges = [one for one in ((exchange,) if exchange else EXCHANGES) if self.allows(one)]
+        return sorted((self._price(one, groups, kernels, collective) for one in exchanges), key=_total)
 
     def _price(self, exchange: str, groups: int, kernels: tuple[float, float], collective: Collective) -> ExchangePrice:
         def of(count: int) -> ExchangePrice:

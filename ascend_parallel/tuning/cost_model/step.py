@@ -195,9 +195,9 @@ def _along_dp(
     """Return the weights of a plan's mesh dp x ep x cp x tp: ZeRO's replicas are those of "dp" alone."""
     item, inner = batch.dtype.itemsize, batch.tp * batch.cp * batch.ep
     lines = [(batch.cp, batch.tp), (batch.ep, batch.tp * batch.cp)]
-    around = [_collective(costs, count, stride) for count, stride in lines if count > 1]
+    further = [_collective(costs, count, stride) for count, stride in lines if count > 1]
     dense = _weights(costs, plain, layout.dp // batch.ep, inner, item)
-    dense = replace(dense, around=[partial(each, replicas.ALL_REDUCE) for each in around])
+    dense = replace(dense, further_sums=[partial(each, replicas.ALL_REDUCE) for each in further])
     return dense, *([_weights(costs, experts, layout.dp // batch.ep, inner, item)] if experts.any() else [])
 
 

@@ -25,7 +25,7 @@ from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
 from ascend_parallel.overlap.selective_checkpoint import without_trace
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, in_turn_of
 from ascend_parallel.tuning.measured.pass_times import Times
@@ -111,7 +111,7 @@ class PartGroups:
 def _common(entry: Entry | None, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
     """Return an entry with the first rank's groups, or None if a rank has no entry: each plan may be another file."""
     mine = {"experts": [] if entry is None else list(entry.sizes)}
-    by_rank = exchange(group, f"the plans of {name_of(problem)}", mine, DisagreementError, topic="exchange")
+    by_rank = store_all_gather(group, f"the plans of {name_of(problem)}", mine, DisagreementError, topic="exchange")
     if entry is None or not all(of["experts"] for of in by_rank.values()):
         return None
     sizes = tuple(map(int, by_rank[dist.get_process_group_ranks(group)[0]]["experts"]))
@@ -148,7 +148,9 @@ def _times(
             if turn:
                 mine[sizes].append(spent)
     told = {str(len(sizes)): rounds_of for sizes, rounds_of in mine.items()}
-    by_rank = exchange(group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="exchange")
+    by_rank = store_all_gather(
+        group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="exchange"
+    )
     return {
         sizes: [max(map(float, spent)) for spent in zip(*(of[str(len(sizes))] for of in by_rank.values()), strict=True)]
         for sizes in runs

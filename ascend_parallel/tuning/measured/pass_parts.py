@@ -165,7 +165,7 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(problem: Problem, parts: PassBreakdown, sizes: Sizes) -> float:
+def seconds(problem: Problem, breakdown: PassBreakdown, sizes: Sizes) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs
@@ -174,27 +174,27 @@ def seconds(problem: Problem, parts: PassBreakdown, sizes: Sizes) -> float:
     first, whole, blocks = problem.operator == ALL_GATHER, len(sizes) == 1, 1
     if problem.operator != ALL_REDUCE:
         blocks = problem.ranks - 1 if first else problem.ranks
-    fixed = max(parts.count * parts.matmul_piece - parts.matmul, 0.0) / max(parts.count - 1, 1)
-    per_row = max(parts.matmul - fixed, 0.0) / problem.m
-    extra = max(parts.pieces - parts.collective, 0.0) / max(parts.count - 1, 1)
-    moving = max(min(parts.pieces, parts.collective) - parts.latency, 0.0) / parts.rows
-    compute, collective, own = [parts.matmul], [parts.collective], 0.0
+    fixed = max(breakdown.count * breakdown.matmul_piece - breakdown.matmul, 0.0) / max(breakdown.count - 1, 1)
+    per_row = max(breakdown.matmul - fixed, 0.0) / problem.m
+    extra = max(breakdown.pieces - breakdown.collective, 0.0) / max(breakdown.count - 1, 1)
+    moving = max(min(breakdown.pieces, breakdown.collective) - breakdown.latency, 0.0) / breakdown.rows
+    compute, collective, own = [breakdown.matmul], [breakdown.collective], 0.0
     if is_one_gather(sizes):
-        own, compute = fixed + per_row * parts.rows, [blocks * (fixed + per_row * parts.rows)]
+        own, compute = fixed + per_row * breakdown.rows, [blocks * (fixed + per_row * breakdown.rows)]
     elif not whole:
         compute = [blocks * (fixed + per_row * size) + 2 * LAUNCH for size in sizes]
         collective = [extra + moving * size for size in sizes]
-        collective[0 if first else -1] += parts.latency
-        own = fixed + per_row * parts.rows if first else 0.0
+        collective[0 if first else -1] += breakdown.latency
+        own = fixed + per_row * breakdown.rows if first else 0.0
     call = ChunkedCall(
         compute=tuple(compute),
         collective=tuple(collective),
         communicate_first=first,
         own=own,
-        before=(parts.gather if whole else parts.gather_pieces,),
-        tail=parts.weight_gradient,
+        before=(breakdown.gather if whole else breakdown.gather_pieces,),
+        tail=breakdown.weight_gradient,
     )
-    return makespan_beside(call, parts.compute_rate, parts.collective_rate)
+    return makespan_beside(call, breakdown.compute_rate, breakdown.collective_rate)
 
 
 def _even(rows: int, count: int) -> Sizes:

@@ -66,11 +66,11 @@ class TimedLinear:
             {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
         )
 
-    def parts(self, operator: LayerOperator, rounds: int) -> PassBreakdown:
+    def breakdown(self, operator: LayerOperator, rounds: int) -> PassBreakdown:
         """Time each part of the pass alone, and matmuls and collectives beside each other."""
-        return self.time_with_parts(operator, {}, rounds)[0]
+        return self.time_with_breakdown(operator, {}, rounds)[0]
 
-    def time_with_parts(
+    def time_with_breakdown(
         self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
     ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
@@ -88,10 +88,10 @@ class TimedLinear:
         compute_rate, collective_rate = rates(
             matmuls * alone["matmul_piece"], collectives * alone["pieces"], median(both[False]), median(both[True])
         )
-        parts = PassBreakdown(
+        breakdown = PassBreakdown(
             rows=calls.rows, count=calls.count, compute_rate=compute_rate, collective_rate=collective_rate, **alone
         )
-        return parts, times
+        return breakdown, times
 
     def calls(self, operator: LayerOperator) -> Calls:
         """Return the parts of a pass as functions to time."""

@@ -28,7 +28,7 @@ from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
-from ascend_parallel.process_groups.consistency import DisagreementError, exchange
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
 from ascend_parallel.tuning.measured.chunk_plan import (
@@ -53,7 +53,7 @@ FIRST_ROUNDS = 3  # of a prediction's confirmation; if each of them agrees, the 
 LEAST_GAIN = 0.02  # share of the serial time: a cut must gain more than this in the median of the rounds
 LOST = 1  # rounds that a winning cut may lose
 MOST_CHUNKS = 16
-MOST_UNLIKE = 8  # the parts of a pass with so many times the operations or bytes are measured anew
+MOST_UNLIKE = 8  # a pass with so many times the operations or bytes is measured anew
 FEW = 4  # the model also searches with at most this many chunks, because its cost per chunk is a rough estimate
 LONGER = "; it communicates longer than it multiplies: COC_REGION=auto may hide the rest under other layers"
 
@@ -115,7 +115,7 @@ class Tuner:
         self._file = settings.tune
         self._plans: WeakKeyDictionary[dist.ProcessGroup, Plan] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[LayerShape, bool], Chunks]] = WeakKeyDictionary()
-        self._parts: WeakKeyDictionary[dist.ProcessGroup, MeasuredParts] = WeakKeyDictionary()
+        self._breakdowns: WeakKeyDictionary[dist.ProcessGroup, MeasuredBreakdowns] = WeakKeyDictionary()
         self._logged: set[LayerOperator] = set()
         self._unkept: set[int] = set()  # sizes of groups of which the file keeps nothing: it is of another size
 
@@ -187,7 +187,7 @@ class Tuner:
         here = this_machine(group.size(), torch.device(device), backend)
         read = self._read(here) if group.rank() == 0 else ""
         mine = {"error": read} if isinstance(read, str) else {"plan": read.as_dict()}
-        values = exchange(group, "the plan's reading", mine, DisagreementError)
+        values = store_all_gather(group, "the plan's reading", mine, DisagreementError)
         first = values[dist.get_process_group_ranks(group)[0]]
         if "error" in first:
             raise PlanError(first["error"])
@@ -219,11 +219,11 @@ class Tuner:
         with working(timing, shown=dist.get_rank() == 0), without_grad_and_modes():
             layer = TimedLinear(shape, group, Chunks.measured(self._settings, None).settings, machine)
             if self._measure:
-                parts = layer.parts(operator, ROUNDS)
+                breakdown = layer.breakdown(operator, ROUNDS)
             else:
-                parts = self._parts.setdefault(group, MeasuredParts()).of(layer, operator)
-            tuned = (measured if self._measure else confirmed)(layer, operator, parts)
-        bound = parts.communication > parts.computation and not self._settings.region
+                breakdown = self._breakdowns.setdefault(group, MeasuredBreakdowns()).of(layer, operator)
+            tuned = (measured if self._measure else confirmed)(layer, operator, breakdown)
+        bound = breakdown.communication > breakdown.computation and not self._settings.region
         self._log_once(operator, tuned, self._hint if bound else "")
         return Entry.of(operator, tuned.sizes, tuned.serial, tuned.chosen)
 
@@ -233,7 +233,7 @@ class Tuner:
         """Return the plan with the fewest chunks that a rank of `group` has for each pass: a cut has to win on all."""
         mine = [entry for operator in passes if (entry := plan.entry_of(operator)) is not None]
         value = {"entries": [asdict(entry) for entry in mine]}
-        values = exchange(group, f"the chunks of {shape}", value, DisagreementError).values()
+        values = store_all_gather(group, f"the chunks of {shape}", value, DisagreementError).values()
         found = [[Entry(**{**raw, "sizes": tuple(raw["sizes"])}) for raw in each["entries"]] for each in values]
         fewest = tuple(min(same, key=_fewest) for same in zip(*found, strict=True))
         for entry, before in zip(fewest, mine, strict=True):
@@ -284,7 +284,7 @@ class Tuner:
 
 def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
     """Raise `DisagreementError` unless every rank of the group tunes the same call."""
-    call_by_rank = exchange(group, f"the tuning of {call}", {"call": call}, DisagreementError)
+    call_by_rank = store_all_gather(group, f"the tuning of {call}", {"call": call}, DisagreementError)
     if any(value["call"] != call for value in call_by_rank.values()):
         calls = "; ".join(f"rank {rank}: {value['call']}" for rank, value in call_by_rank.items())
         raise DisagreementError(
@@ -297,12 +297,12 @@ def _fewest(entry: Entry) -> tuple[Any, ...]:
     return len(entry.sizes), entry.sizes, entry.serial, entry.chosen
 
 
-def measured(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
-    """Time the counts of COUNTS and the sizes that the model predicts from `parts`; return the fastest."""
-    whole = (parts.rows,)
+def measured(layer: TimedLinear, operator: LayerOperator, breakdown: PassBreakdown) -> TunedPass:
+    """Time the counts of COUNTS and the sizes that the model predicts from `breakdown`; return the fastest."""
+    whole = (breakdown.rows,)
     candidates = cuts_to_time(operator.problem, COUNTS)
     for most in (MOST_CHUNKS, FEW):
-        model = best_of_model(operator.problem, parts, most)
+        model = best_of_model(operator.problem, breakdown, most)
         candidates += [model.sizes, model.equal]
     tried = tuple(dict.fromkeys([whole, *(layer.sizes_as_run(operator, sizes) for sizes in dict.fromkeys(candidates))]))
     times = layer.time_sizes(operator, tried, ROUNDS)
@@ -338,27 +338,27 @@ def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:
     return f"the best cut, {len(best)} chunks, " + (wins if gain > 0 else f"takes {-100 * gain:.1f} % longer")
 
 
-class MeasuredParts:
-    """The parts of passes on one group: of passes alike, one is measured, and the others follow from their sizes."""
+class MeasuredBreakdowns:
+    """The breakdowns of passes on one group: of similar passes one is measured, the others follow from their sizes."""
 
     def __init__(self) -> None:
         """Know no pass yet."""
         self._known: dict[tuple[str, str, bool, torch.dtype], list[tuple[Problem, PassBreakdown]]] = {}
 
     def of(self, layer: TimedLinear, operator: LayerOperator) -> PassBreakdown:
-        """Return the parts of a pass. Every rank of the group knows the same, so all measure, or none."""
+        """Return the breakdown of a pass. Every rank of the group knows the same, so all measure, or none."""
         alike = operator.problem.operator, operator.direction, layer.shape.kind == COLUMN, layer.shape.dtype
         known = self._known.setdefault(alike, [])
-        for other, parts in known:
-            if (estimate := scaled(parts, other, operator.problem)) is not None:
+        for other, breakdown in known:
+            if (estimate := scaled(breakdown, other, operator.problem)) is not None:
                 return estimate
-        parts = layer.parts(operator, FIRST_ROUNDS)
-        known.append((operator.problem, parts))
-        return parts
+        breakdown = layer.breakdown(operator, FIRST_ROUNDS)
+        known.append((operator.problem, breakdown))
+        return breakdown
 
 
-def scaled(parts: PassBreakdown, measured: Problem, wanted: Problem) -> PassBreakdown | None:
-    """Return the parts of a pass like the measured one, by its operations and bytes; None if it is too unlike.
+def scaled(breakdown: PassBreakdown, measured: Problem, wanted: Problem) -> PassBreakdown | None:
+    """Return the breakdown of a pass from that of a similar one, by operations and bytes; None if too different.
 
     A matmul takes a time per operation, and a collective one per byte beside its latency.
     """
@@ -367,21 +367,23 @@ def scaled(parts: PassBreakdown, measured: Problem, wanted: Problem) -> PassBrea
     moved = wanted.m * getattr(wanted, columns) / (measured.m * getattr(measured, columns))
     if wanted.m != measured.m or not all(1 / MOST_UNLIKE <= ratio <= MOST_UNLIKE for ratio in (operations, moved)):
         return None
-    computed = {name: operations * getattr(parts, name) for name in ("matmul", "matmul_piece", "weight_gradient")}
+    computed = {name: operations * getattr(breakdown, name) for name in ("matmul", "matmul_piece", "weight_gradient")}
     sent = {
-        name: parts.latency + moved * max(0.0, getattr(parts, name) - parts.latency) if getattr(parts, name) else 0.0
+        name: breakdown.latency + moved * max(0.0, getattr(breakdown, name) - breakdown.latency)
+        if getattr(breakdown, name)
+        else 0.0
         for name in ("collective", "pieces", "gather", "gather_pieces")
     }
     changes: dict[str, Any] = computed | sent
-    return replace(parts, **changes)
+    return replace(breakdown, **changes)
 
 
-def confirmed(layer: TimedLinear, operator: LayerOperator, parts: PassBreakdown) -> TunedPass:
+def confirmed(layer: TimedLinear, operator: LayerOperator, breakdown: PassBreakdown) -> TunedPass:
     """Time the sizes that the model predicts beside one chunk: a wrong prediction must not make a run slower.
 
     Where the model expects nothing, nothing is timed. Where the first rounds are clear, no further ones follow.
     """
-    whole, expected = (parts.rows,), predicted(operator.problem, parts)
+    whole, expected = (breakdown.rows,), predicted(operator.problem, breakdown)
     best = layer.sizes_as_run(operator, expected.sizes)
     if best == whole:
         uncuttable = "it cannot be cut as a model would"
@@ -400,22 +402,22 @@ def clear(times: Times, whole: Sizes, best: Sizes) -> bool:
     return min(gains) > 2 * LEAST_GAIN or max(gains) <= 0
 
 
-def predicted(problem: Problem, parts: PassBreakdown) -> TunedPass:
-    """Return the sizes that the model predicts from the parts alone."""
-    best = best_of_model(problem, parts)
-    if best.seconds > best.whole * (1 - LEAST_GAIN):
-        return TunedPass((parts.rows,), best.whole, best.whole)
-    return TunedPass(best.sizes, best.whole, best.seconds)
+def predicted(problem: Problem, breakdown: PassBreakdown) -> TunedPass:
+    """Return the sizes that the model predicts from the breakdown alone."""
+    best = best_of_model(problem, breakdown)
+    if best.seconds > best.one_chunk * (1 - LEAST_GAIN):
+        return TunedPass((breakdown.rows,), best.one_chunk, best.one_chunk)
+    return TunedPass(best.sizes, best.one_chunk, best.seconds)
 
 
-def best_of_model(problem: Problem, parts: PassBreakdown, most_chunks: int = MOST_CHUNKS) -> ChunkSearchResult:
+def best_of_model(problem: Problem, breakdown: PassBreakdown, most_chunks: int = MOST_CHUNKS) -> ChunkSearchResult:
     """Search the sizes of least predicted time, with at most `most_chunks` chunks that fill the device."""
 
     def cost(sizes: Sizes) -> float:
-        return seconds(problem, parts, sizes) if fills(problem, sizes) else inf
+        return seconds(problem, breakdown, sizes) if fills(problem, sizes) else inf
 
-    best = best_sizes(parts.rows, cost, most_chunks=most_chunks, tile=row_step(problem))
-    uncut = one_gather(parts.rows)
+    best = best_sizes(breakdown.rows, cost, most_chunks=most_chunks, tile=row_step(problem))
+    uncut = one_gather(breakdown.rows)
     if uncut in cuts_to_time(problem, ()) and cost(uncut) < best.seconds:
         return replace(best, sizes=uncut, seconds=cost(uncut))
     return best

@@ -30,7 +30,7 @@ class Weights:
         Elements before, and of the fullest rank's shards after they are partitioned over the replicas.
     collective
         The seconds of a collective of so many bytes over the replicas.
-    around
+    further_sums
         The same of all-reduces over further ranks that hold these weights, which ZeRO does not partition: each runs
         over the sums of the lines before, once in a step.
     """
@@ -40,7 +40,7 @@ class Weights:
     itemsize: int
     replicas: int
     collective: Callable[[str, float], float]
-    around: Sequence[Callable[[float], float]] = ()
+    further_sums: Sequence[Callable[[float], float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,18 +162,18 @@ class ReplicatedState:
         if self.zero_stage <= 1:
             sums = self._by_rank(REDUCE_SCATTER if scatters else ALL_REDUCE, self.gradient_size)
             buckets = self._bucket_counts(by_stage=False)
-        sums = sums + self._around
+        sums = sums + self._further_sums
         gathers = self._by_rank(ALL_GATHER, int) if self.zero_stage in (1, 2) else none
         return sums, buckets, gathers, self._update
 
     @property
-    def _around(self) -> Numbers:
+    def _further_sums(self) -> Numbers:
         """Seconds, by rank, of the all-reduces over ranks that are no replicas of ZeRO."""
         found = np.zeros(self.ranks)
         for each in self.weights:
             held = each.own if self.zero_stage >= 2 else each.elements
             bucket, sizes = self.runtime.bucket(each.replicas), self.by_rank(held) * self.gradient_size(each.itemsize)
-            for seconds in each.around:
+            for seconds in each.further_sums:
                 for rank, nbytes in enumerate(sizes):
                     count = max(1, ceil(nbytes / bucket))
                     found[rank] += count * seconds(float(nbytes) / count) if nbytes else 0.0

@@ -128,7 +128,7 @@ class AppliedPatches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seam:
+class FrameworkPatch:
     """Where the layers of a framework are patched.
 
     name

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ascend_parallel.patches import megatron
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch, OnTop
 from ascend_parallel.patches.megatron.built_classes import BuiltClasses, replaced_classes
-from ascend_parallel.patches.seam import AppliedPatches, OnTop, Seam
 from ascend_parallel.settings import Settings
 
 
@@ -45,9 +45,9 @@ class MegatronPatches(AppliedPatches):
         return why
 
 
-def seam(*others: OnTop) -> Seam:
+def framework_patch(*others: OnTop) -> FrameworkPatch:
     """Return Megatron-core as a framework, with the patches of `others`."""
-    return Seam(
+    return FrameworkPatch(
         name="megatron",
         title="megatron-core",
         module=megatron.LAYERS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
-from ascend_parallel.patches.seam import AppliedPatches, Seam
+from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.settings import Settings
 
 TITLE = "torch's symm_mem"
@@ -43,7 +43,7 @@ class SymmMemPatches(AppliedPatches):
         return f"{len(self._registered)} kernels of {TITLE} registered"
 
 
-SYMM_MEM = Seam(
+SYMM_MEM = FrameworkPatch(
     name="symm_mem",
     title=TITLE,
     module=MODULE,
