@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.unfinished import is_unfinished
 
@@ -333,6 +334,29 @@ def refused(group, plan):
 def test_a_weight_that_changes_before_backward_is_refused_as_plain_does(ranks, plan):
     for found in ranks(2).run(refused, plan):
         assert set(found.values()) == {(True, True)}, found
+
+
+class DropsAnew(LoRALinear):
+    def given(self, x):
+        return F.dropout(x, 0.3)
+
+
+@promise("verify-bits")
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@on_ranks(2)
+def test_a_check_drops_what_the_call_has_dropped(group, plan):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model, steps = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=DropsAnew), []
+    for every in (0, 1):
+        ascend_parallel.configure(num_chunks=4, verify_every=every)
+        torch.manual_seed(7)
+        steps.append(step(model))
+    report = ascend_parallel.verification()
+    LEDGER.clear()
+    ascend_parallel.configure(num_chunks=1, verify_every=0)
+    assert unequal(*steps) == []
+    assert sum(layer.backwards for layer in report.layers) >= 3  # both row layers and another
 
 
 @on_ranks(2)
