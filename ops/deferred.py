@@ -14,6 +14,7 @@ gradient of such a sum may come as a `GatheredGradient`, with what the gather ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,23 +35,38 @@ _SAME = (aten.detach.default, aten.alias.default, aten.view.default, aten._unsaf
 _KEEPS_DX = (*_SAME, aten.t.default, aten.transpose.int)
 
 
+@dataclass
+class _Terms:
+    """What is added to a product, and their value once somebody has read it: aliases share it.
+
+    versions
+        Of the operands and the addends, when they were taken.
+    has_views
+        Whether there is a tensor of the same memory with its rows in another order.
+    """
+
+    addends: tuple[torch.Tensor, ...]
+    versions: list[int] = field(default_factory=list)
+    value: torch.Tensor | None = None
+    has_views: bool = False
+
+
 class DeferredProduct(UnfinishedTensor):
     """The product x @ w [..., N] and the sum with `addends`, in their order.
 
     x               [..., K]
     w               [K, N]
-    addends         each [..., N], as the product
-    sources         the DTensor whose local tensor x is: an operator in place raises its version alone
+    addends         each [..., N], as the product; aliases (a view of the same shape, detach) share them
+    sources         the DTensors whose local tensors x and w are: an operator in place raises their versions alone
     wants_dx        whether backward takes the gradient of x from a `GatheredGradient`
     """
 
     x: torch.Tensor
     w: torch.Tensor
-    addends: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
     wants_dx: bool
-    _versions: list[int]
-    _product: torch.Tensor | None
+    _terms: _Terms
+    _viewed: DeferredProduct | None
 
     @staticmethod
     def __new__(
@@ -68,11 +84,10 @@ class DeferredProduct(UnfinishedTensor):
             cls, size, strides=(*strides, 1), dtype=x.dtype, device=x.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.x, made.w, made.addends, made.sources = x, w, tuple(addends), tuple(sources)
-        made.wants_dx = wants_dx
+        made.x, made.w, made.sources, made.wants_dx = x, w, tuple(sources), wants_dx
         made._rows = Rows(LazyRows((), lambda index: None), 1, 0)
-        made._versions = list(map(_version, made._operands()))
-        made._product = None
+        made._terms, made._viewed = _Terms(tuple(addends)), None
+        made._terms.versions = list(map(version_of, made._operands()))
         return made
 
     @classmethod
@@ -90,31 +105,62 @@ class DeferredProduct(UnfinishedTensor):
         self.check()
         return DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.wants_dx)
 
+    def view_with_rows_swapped(self) -> DeferredProduct:
+        """Return the product with its first two dimensions swapped, of the same memory once somebody reads it."""
+        made = self.with_addends([addend.transpose(0, 1) for addend in self.addends], self.x.transpose(0, 1))
+        made._viewed, self._terms.has_views = self, True
+        return made
+
+    def alias(self) -> DeferredProduct:
+        """Return another tensor of the same memory: what is added to one in place, or written, is in both."""
+        made = self.with_addends(self.addends)
+        made._terms, made._viewed = self._terms, self._viewed
+        return made
+
+    def add_in_place(self, other: torch.Tensor) -> bool:
+        """Add a tensor, also to the aliases; False: somebody has the rows in another order, so they must be there."""
+        if self._terms.has_views or self._viewed is not None:
+            return False
+        self._terms.addends = (*self._terms.addends, other)
+        self._terms.versions.append(version_of(other))
+        return True
+
+    @property
+    def addends(self) -> tuple[torch.Tensor, ...]:
+        """What is added to the product, each [..., N]."""
+        return self._terms.addends
+
     @property
     def multiplied(self) -> bool:
         """Whether somebody has read the product."""
-        return self._product is not None
+        return self._terms.value is not None or (self._viewed is not None and self._viewed.multiplied)
 
     @property
     def _value(self) -> torch.Tensor:
         """The product, multiplied whole."""
-        if self._product is None:
+        if self._terms.value is None:
             with without_grad_and_modes(torch.is_inference_mode_enabled()):
-                self.check()
-                y = compute(MATMUL, "matmul", torch.matmul, self.x, self.w)
-                for addend in self.addends:
-                    y = compute(BESIDE, "add", torch.add, y, addend)
-                self._product = y
-        return self._product
+                if self._viewed is not None:
+                    self._terms.value = self._viewed._value.transpose(0, 1)
+                else:
+                    self._terms.value = self._multiply()
+        return self._terms.value
 
     @_value.setter
     def _value(self, value: torch.Tensor) -> None:
-        self._product = value
+        self._terms.value = value
+
+    def _multiply(self) -> torch.Tensor:
+        self.check()
+        y = compute(MATMUL, "matmul", torch.matmul, self.x, self.w)
+        for addend in self.addends:
+            y = compute(BESIDE, "add", torch.add, y, addend)
+        return y
 
     def check(self) -> None:
         """Raise `RuntimeError` if an operand has changed since."""
-        for tensor, version in zip(self._operands(), self._versions, strict=True):
-            if _version(tensor) != version:
+        for tensor, version in zip(self._operands(), self._terms.versions, strict=True):
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"an operand of shape {list(tensor.shape)} of a linear layer was changed in place before the "
                     "layer's product was summed over the ranks: change a copy, or set COC_PARALLEL_NUM=1"
@@ -167,7 +213,8 @@ class GatheredGradient(UnfinishedTensor):
         return self._dx[0] if right else None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor, which operators in place raise; 0 of an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -181,16 +228,12 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _NEW:
         return func(y.w, *args[1:], **kwargs)
     if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(y.shape)):
-        return y.with_addends(y.addends)
+        return y.alias()
     if func is aten.transpose.int and {dim % y.dim() for dim in args[1:]} == {0, 1} and y.dim() > 2:
-        return _moved(y, lambda rows: rows.transpose(0, 1))
+        return y.view_with_rows_swapped()
     if func is aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format:
-        return _moved(y, lambda rows: rows.contiguous())
+        return y.with_addends([addend.contiguous() for addend in y.addends], y.x.contiguous())
     return NotImplemented
-
-
-def _moved(y: DeferredProduct, move: Any) -> DeferredProduct:
-    return y.with_addends([move(addend) for addend in y.addends], move(y.x))
 
 
 def _sum(func: Any, left: Any, right: Any) -> Any:
@@ -206,8 +249,4 @@ def _sum(func: Any, left: Any, right: Any) -> Any:
         return NotImplemented
     if func is aten.add.Tensor:
         return y.with_addends((*y.addends, other))
-    if y is not left:
-        return NotImplemented
-    y.addends = (*y.addends, other)
-    y._versions.append(_version(other))
-    return y
+    return y if y is left and y.add_in_place(other) else NotImplemented

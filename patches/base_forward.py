@@ -17,10 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.ops.deferred import DeferredProduct, GatheredGradient
+from ascend_parallel.ops.deferred import DeferredProduct, GatheredGradient, version_of
 from ascend_parallel.ops.operators import rows_of
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.overlap.layer import checked, local
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 
 _LINEAR = torch._C._nn.linear
@@ -62,6 +63,7 @@ class BaseForward(TorchFunctionMode):
         super().__init__()
         self._module, self._column, self.called = module, kind == "column", False
         self._x, self._product = x, product
+        self._version = None if product is None else version_of(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer the product of the module's weight; run every other function."""
@@ -82,20 +84,25 @@ class BaseForward(TorchFunctionMode):
     def _linear(self, x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
         """Return the output, [..., N] cut along N of a column layer, a part of a sum of a row layer."""
         mesh, last = x.device_mesh, Shard(x.ndim - 1)
-        local: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        # An operator in place, such as a dropout before the layer, has changed the input since it was multiplied.
+        multiplied = x is self._x and self._product is not None and version_of(x) == self._version
+        y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.to_local(grad_placements=[Partial() if self._column else last]),
             weight.to_local(),
             None if bias is None else bias.to_local(),
             self._column,
-            self._product if x is self._x else None,
-            (x,),
+            self._product if multiplied else None,
+            (x, weight),
         )
         self._product = None
-        return DTensor.from_local(local, mesh, [last if self._column else Partial()], run_check=False)
+        return DTensor.from_local(y, mesh, [last if self._column else Partial()], run_check=False)
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ w.t() + b``, of which a row layer defers the product, and a column layer that of backward."""
+    """``x @ w.t() + b``, of which a row layer defers the product, and a column layer that of backward.
+
+    dtensors: those whose local tensors x and the weight are; autograd saves them, as of `ParallelLinear`.
+    """
 
     @staticmethod
     def forward(
@@ -105,22 +112,25 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         column: bool,
         product: torch.Tensor | None,
-        sources: tuple[torch.Tensor, ...],
+        dtensors: tuple[DTensor, DTensor],
     ) -> Any:
         input_grad, weight_grad = ctx.needs_input_grad[:2]
+        x_dtensor, weight_dtensor = dtensors
         x = finished(x)
-        ctx.save_for_backward(x if weight_grad else None, weight if input_grad else None)
+        ctx.save_for_backward(
+            checked(x, x_dtensor) if weight_grad else None, checked(weight, weight_dtensor) if input_grad else None
+        )
         ctx.column = column
         if product is not None:
             return product if bias is None else product.add_(bias)
         if column:
             return compute(MATMUL, "matmul", torch.nn.functional.linear, x, weight, bias)
-        return DeferredProduct(x.contiguous(), weight.t(), (), sources, wants_dx=input_grad)
+        return DeferredProduct(x.contiguous(), weight.t(), (), dtensors, wants_dx=input_grad)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = map(finished, map(local, ctx.saved_tensors))
         dx = dy.dx if isinstance(dy, GatheredGradient) else None
         dy = finished(dy).contiguous()
         dw = db = None

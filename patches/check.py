@@ -36,7 +36,11 @@ from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint, without_trace
+from ascend_parallel.overlap.selective_checkpoint import (
+    hide_from_selective_checkpoint,
+    random_states,
+    without_trace,
+)
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import is_capturing, store_all_gather
@@ -144,11 +148,13 @@ class Check:
         self._output_gradients: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, Gradient | str] = {}
         self._handles: list[RemovableHandle] = []
+        self._random_states: list[torch.Tensor] = []
         LEDGER.rank = dist.get_rank()
 
     def run(self, call: CheckedCall) -> Any:
         """Run the call and the original code, and compare their results; return what the call returned."""
         self._confirm_same_call(call)
+        self._random_states = random_states(self._device)  # the class of a layer may drop elements
         returned = call.run(self._begin if self._graded else None)
         with hide_from_selective_checkpoint(), torch.set_grad_enabled(self._graded):
             self._operators = call.operators()
@@ -237,10 +243,12 @@ class Check:
 
     @contextmanager
     def _beside_run(self) -> Iterator[None]:
-        """Run the original code as the call ran, hidden from the run: its random states, hooks and autocast's cache."""
+        """Run the original code as the call ran, from the same random states, hidden from the run: these, hooks, and
+        autocast's cache.
+        """
         enabled, dtype = self._autocast
         autocast = torch.autocast(self._device.type, dtype, enabled, cache_enabled=False)
-        with without_trace(self._device), autocast, self._rules.beside_run():
+        with without_trace(self._device, self._random_states), autocast, self._rules.beside_run():
             yield
 
     def _confirm_same_call(self, call: CheckedCall) -> None:

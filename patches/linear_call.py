@@ -189,13 +189,27 @@ def _weight_in_place(call: LinearCall, weight: torch.Tensor) -> Iterator[None]:
     if isinstance(parameter, DTensor):
         weight = DTensor.from_local(weight, parameter.device_mesh, parameter.placements, run_check=False)
     attributes: dict[str, Any] = call.layer._parameters
-    if "weight" not in attributes:  # torch.nn.utils.weight_norm makes it a plain attribute
+    given: Any = weight
+    if "weight" in (parametrizations := call.layer._modules.get("parametrizations", {})):  # a property of its class
+        attributes, given = parametrizations._modules, _GivenWeight(weight)
+    elif "weight" not in attributes:  # torch.nn.utils.weight_norm makes it a plain attribute
         attributes = vars(call.layer)
-    own, attributes["weight"] = attributes["weight"], weight
+    own, attributes["weight"] = attributes["weight"], given
     try:
         yield
     finally:
         attributes["weight"] = own
+
+
+class _GivenWeight(torch.nn.Module):
+    """Stands for the parametrisation of a weight, and gives another one."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def forward(self) -> torch.Tensor:
+        return self._weight
 
 
 def _backward_operands(

@@ -157,6 +157,9 @@ class _Leave(torch.autograd.Function):
         ctx.input_grad, ctx.dtype, ctx.batch_first = input_grad, x.dtype, batch_first
         wanted = isinstance(product, DeferredProduct) and not product.multiplied and product.wants_dx
         ctx.multiplies = wanted and layer.sequence_parallel
+        # As `RowLinear` saves its operands, behind the collective: a checkpoint then computes again at the same point,
+        # and stops at the same point, on ranks that have no function in place of the matmul.
+        ctx.save_for_backward(x.new_empty(0))
         with in_forward(ctx, "row", product):
             return row_forward(x, weight, layer, _product(product))
 
@@ -164,6 +167,7 @@ class _Leave(torch.autograd.Function):
     @layer_backward("row")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return dy, with sequence parallelism gathered: under the input gradient, of a product that was deferred."""
+        _ = ctx.saved_tensors  # before this rank communicates: a checkpoint computes the forward again here
         layer, weight = ctx.layer.in_backward, ctx.weight
         dy = finished(dy).to(ctx.dtype)
         if not layer.sequence_parallel:

@@ -14,7 +14,7 @@ So recomputation runs a layer as a whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,15 +42,28 @@ def hide_from_selective_checkpoint() -> Iterator[None]:
         _replace_top(remaining, stack[lowest:])
 
 
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the random generators of the host and of `device`."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
 @contextmanager
-def without_trace(device: torch.device) -> Iterator[None]:
-    """Run work on `device` that is no part of the run: its random states, hooks on saved tensors and checkpoints."""
+def without_trace(device: torch.device, states: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    """Run work on `device` that is no part of the run: its random states, hooks on saved tensors and checkpoints.
+
+    states: of `random_states`, with which the work begins; empty: as they are.
+    """
     devices = [] if device.type == "cpu" else [device.index]
     with (
         torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
         hide_from_selective_checkpoint(),
     ):
+        for state in states[:1]:
+            torch.set_rng_state(state)
+        for state in states[1:]:
+            torch.get_device_module(device).set_rng_state(state, device)
         yield
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
 import ascend_parallel
+from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.unfinished import is_unfinished
 
@@ -176,9 +177,43 @@ class Doubles(LoRALinear):
         return y
 
 
+class AddsToView(LoRALinear):
+    """Adds in place to a tensor that has the product's memory."""
+
+    def forward(self, x):
+        y = nn.Linear.forward(self, x)
+        y.view(y.shape).add_(F.linear(F.linear(x, self.first_a), self.first_b))
+        return y
+
+
+class ScalesDetached(LoRALinear):
+    def forward(self, x):
+        y = nn.Linear.forward(self, x)
+        y.detach().mul_(1.5)
+        return y
+
+
+class AddsToTransposed(LoRALinear):
+    def forward(self, x):
+        y = nn.Linear.forward(self, x)
+        y.transpose(0, 1).add_(F.linear(F.linear(x, self.first_a), self.first_b).transpose(0, 1))
+        return y
+
+
+class ReturnsAlias(LoRALinear):
+    def forward(self, x):
+        y = nn.Linear.forward(self, x)
+        alias = y.view_as(y)
+        y += F.linear(F.linear(x, self.first_a), self.first_b)
+        return alias
+
+
 class Disabled(nn.Linear):
     def forward(self, x):
         return super().forward(x)
+
+
+WRITING = (AddsToView, ScalesDetached, AddsToTransposed, ReturnsAlias)
 
 
 def checkpointed(model):
@@ -191,7 +226,7 @@ def checkpointed(model):
 def unusual(group, plan):
     """Return the names whose bits differ from plain, for each class."""
     mesh, found = init_device_mesh("cpu", (group.size(),)), {}
-    for kind in (Dropped, AddsFirst, InPlace, Scaled, Doubles, Disabled, "checkpointed"):
+    for kind in (Dropped, AddsFirst, InPlace, Scaled, Doubles, *WRITING, Disabled, "checkpointed"):
         ascend_parallel.configure(num_chunks=4)
         model = parallel(decoder(layers=1), mesh, plan)
         model = adapted(model, mesh=mesh, kind=LoRALinear if kind == "checkpointed" else kind)
@@ -255,6 +290,73 @@ def test_an_input_that_changes_before_the_sum_is_refused(group):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"an operand of shape .* was changed in place before"):
             model(torch.zeros(2, 96, dtype=torch.long))
     ascend_parallel.configure(num_chunks=1)
+
+
+class DropsInPlace(LoRALinear):
+    def forward(self, x):
+        torch.manual_seed(self.in_features)
+        return super().forward(F.dropout(x, 0.1, inplace=True))
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence", "layers"])
+@on_ranks(2)
+def test_an_input_that_changes_before_the_product_is_multiplied_as_it_is_then(group, plan):
+    """With sequence parallelism the gather has multiplied the input before the class changes it."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    names = ("wq", "wo") if plan == "sequence" else ("wq", "w1", "w3", "wo")  # w3's would change what w1 has saved
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=DropsInPlace, names=names)
+    assert unequal(*both(model, step)) == []
+
+
+def refused(group, plan):
+    """Return for each layer whether backward refuses a weight that has changed since forward, plain and overlapped."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh)
+
+    def changed(name, model):
+        loss = model(torch.zeros(2, 96, dtype=torch.long)).sum()
+        with torch.no_grad():
+            model.get_submodule(name).weight.mul_(1.5)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        return False
+
+    names = [f"layers.0.{name}" for name in ("attention.wq", "attention.wo", "feed_forward.w2", "feed_forward.w3")]
+    return {name: both(model, functools.partial(changed, name)) for name in names}
+
+
+@promise("changed-operands")
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_a_weight_that_changes_before_backward_is_refused_as_plain_does(ranks, plan):
+    for found in ranks(2).run(refused, plan):
+        assert set(found.values()) == {(True, True)}, found
+
+
+class DropsAnew(LoRALinear):
+    def given(self, x):
+        return F.dropout(x, 0.3)
+
+
+@promise("verify-bits")
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@on_ranks(2)
+def test_a_check_drops_what_the_call_has_dropped(group, plan):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model, steps = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=DropsAnew), []
+    for every in (0, 1):
+        ascend_parallel.configure(num_chunks=4, verify_every=every)
+        torch.manual_seed(7)
+        steps.append(step(model))
+    report = ascend_parallel.verification()
+    LEDGER.clear()
+    ascend_parallel.configure(num_chunks=1, verify_every=0)
+    assert unequal(*steps) == []
+    assert sum(layer.backwards for layer in report.layers) >= 3  # both row layers and another
 
 
 @on_ranks(2)

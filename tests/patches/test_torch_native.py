@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 from torch_parallel import decoder, parallel, step
 
@@ -257,6 +258,32 @@ def test_a_check_sees_the_operands_that_the_layer_sees(group, plan, use, batch):
     assert different == []
     assert notes == []
     assert backwards >= 2  # both row layers at least
+
+
+class Shifted(torch.nn.Module):
+    """A parametrisation of a weight, with a parameter of its own."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros_like(weight))
+
+    def forward(self, weight):
+        return weight + self.shift
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+@on_ranks(2)
+def test_a_parametrised_weight_is_checked(group, plan):
+    model = parallelised(group, plan, layers=1)
+    for layer in (model.layers[0].attention.wq, model.layers[0].attention.wo):
+        register_parametrization(layer, "weight", Shifted(layer.weight.detach()))
+    assert unequal(*both(model, step)) == []
+    ascend_parallel.configure(num_chunks=4, verify_every=1)
+    step(model)
+    report = ascend_parallel.verification()
+    LEDGER.clear()
+    ascend_parallel.configure(num_chunks=1, verify_every=0)
+    assert {"ParametrizedLinear"} < {layer.kind for layer in report.layers}
 
 
 def recorded(group, folder):
