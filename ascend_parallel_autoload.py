@@ -12,7 +12,7 @@ from types import ModuleType
 PREFIXES = ("COC_", "USE_COC_")
 # Set by `ascend-parallel try` for the programs that it starts (diagnostics/step_record.py).
 TRIAL = "ASCEND_PARALLEL_TRIAL"
-# The modules that hold the layers of the frameworks (SEAMS of patches/applied.py).
+# The modules that hold the layers of the frameworks (FRAMEWORK_PATCHES of patches/applied.py).
 LAYERS = (
     "megatron.core.tensor_parallel.layers",
     "transformers.distributed.tensor_parallel",

@@ -63,7 +63,7 @@ class BaseForward(TorchFunctionMode):
         super().__init__()
         self._module, self._column, self.called = module, kind == "column", False
         self._x, self._product = x, product
-        self._version = None if product is None else version_of(x)
+        self._versions = None if product is None else _versions(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer the product of the module's weight; run every other function."""
@@ -85,7 +85,7 @@ class BaseForward(TorchFunctionMode):
         """Return the output, [..., N] cut along N of a column layer, a part of a sum of a row layer."""
         mesh, last = x.device_mesh, Shard(x.ndim - 1)
         # An operator in place, such as a dropout before the layer, has changed the input since it was multiplied.
-        multiplied = x is self._x and self._product is not None and version_of(x) == self._version
+        multiplied = x is self._x and self._product is not None and _versions(x) == self._versions
         y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.to_local(grad_placements=[Partial() if self._column else last]),
             weight.to_local(),
@@ -96,6 +96,11 @@ class BaseForward(TorchFunctionMode):
         )
         self._product = None
         return DTensor.from_local(y, mesh, [last if self._column else Partial()], run_check=False)
+
+
+def _versions(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the versions of a tensor and of its local tensor: an operator in place raises the one that it is given."""
+    return (version_of(x), version_of(x._local_tensor)) if isinstance(x, DTensor) else (version_of(x),)
 
 
 class _Linear(torch.autograd.Function):
@@ -130,12 +135,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = map(finished, map(local, ctx.saved_tensors))
+        saved = ctx.saved_tensors
+        x, weight = map(finished, map(local, saved))
         dx = dy.dx if isinstance(dy, GatheredGradient) else None
         dy = finished(dy).contiguous()
         dw = db = None
         if weight is not None and dx is None:
-            dx = DeferredProduct(dy, weight) if ctx.column else compute(MATMUL, "matmul", torch.matmul, dy, weight)
+            # The weight's own step, as of an optimizer in a hook, may come before the product is read: an error then.
+            if ctx.column:
+                dx = DeferredProduct(dy, weight, sources=saved[1:])
+            else:
+                dx = compute(MATMUL, "matmul", torch.matmul, dy, weight)
         if x is not None:
             dw = compute(
                 MATMUL, "weight gradient", WeightGradient().compute, rows_of(x.contiguous()), rows_of(dy), None

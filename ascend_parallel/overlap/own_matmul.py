@@ -157,9 +157,10 @@ class _Leave(torch.autograd.Function):
         ctx.input_grad, ctx.dtype, ctx.batch_first = input_grad, x.dtype, batch_first
         wanted = isinstance(product, DeferredProduct) and not product.multiplied and product.wants_dx
         ctx.multiplies = wanted and layer.sequence_parallel
-        # As `RowLinear` saves its operands, behind the collective: a checkpoint then computes again at the same point,
-        # and stops at the same point, on ranks that have no function in place of the matmul.
-        ctx.save_for_backward(x.new_empty(0))
+        # `RowLinear` saves its operands as its forward returns, behind the collective. A checkpoint computes the
+        # forward again where these are asked for, and ends where they are saved: so something is saved here too, and
+        # all ranks come to the collective alike. Hooks may read what is saved.
+        ctx.save_for_backward(x.new_zeros(1))
         with in_forward(ctx, "row", product):
             return row_forward(x, weight, layer, _product(product))
 

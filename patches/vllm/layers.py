@@ -85,6 +85,7 @@ class Vllm(Framework):
         self._planned = PlannedCounts(settings.plan) if isinstance(settings.plan, Plan) else None
         # With "auto" and COC_TUNE once they are known, before the first request: by the key of an engine.
         self._counts: dict[int, Counts] = {}
+        self._latest: Counts | None = self._planned  # outside a forward, as in an encoder
         self.tried: StepVariant | None = None  # of a dummy step
         self.row_forward: Function | None = None  # the replacement of the row layer's forward
         # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
@@ -100,18 +101,18 @@ class Vllm(Framework):
         """
         self.operators, self.own_graphs, self.bits = 0, False, None
         self._counts.pop(engine, None)  # of one that is gone, whose key came free
+        self._latest = self._planned  # whether a key came free differs between ranks
 
     def keep_counts(self, engine: int, counts: Counts) -> None:
         """Take counts for the steps of an engine, by its key."""
-        self._counts.pop(engine, None)
-        self._counts[engine] = counts
+        self._counts[engine] = self._latest = counts
 
     @property
     def counts(self) -> Counts | None:
-        """The counts of the engine whose forward runs; outside a forward those that came last; None: there are none."""
+        """The counts of the engine whose forward runs, outside one of the model loaded last; None: there are none."""
         engine = running_engine()
         if engine is None:
-            return next(reversed(self._counts.values()), self._planned)
+            return self._latest
         return self._counts.get(engine, self._planned)
 
     def without_effect(self, device: str) -> list[str]:
@@ -168,7 +169,11 @@ class Vllm(Framework):
         """Return the reason why vLLM's own code runs in every layer, or None."""
         if self.settings.deterministic:
             return "COC_DETERMINISTIC multiplies in tiles, which vLLM's kernels do not know"
-        if getattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", False):  # 0.11 has no such variable
+        try:
+            invariant = getattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", False)  # 0.11 has no such variable
+        except ValueError as error:
+            return f"VLLM_BATCH_INVARIANT cannot be read: {error}"
+        if invariant:
             return "VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
         return None
 

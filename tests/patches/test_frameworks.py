@@ -149,7 +149,7 @@ def test_a_framework_whose_layers_cannot_be_imported_is_left_with_the_reason(nam
 
 
 def test_what_a_framework_prints_as_it_is_imported_is_not_in_the_output_of_a_command(tmp_path, monkeypatch, capsys):
-    """As vLLM's log, which its older versions write to standard output."""
+    """As vLLM's log, which it writes to standard output."""
     (tmp_path / "talking.py").write_text("print('Automatically detected platform')")
     monkeypatch.syspath_prepend(tmp_path)
     made = AppliedPatches("talking", "1.5", PatchSet("talking", None, []))

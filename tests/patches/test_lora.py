@@ -298,14 +298,24 @@ class DropsInPlace(LoRALinear):
         return super().forward(F.dropout(x, 0.1, inplace=True))
 
 
+class ScalesLocal(LoRALinear):
+    def forward(self, x):
+        with torch.no_grad():
+            x.to_local().mul_(1.5)
+        return super().forward(x)
+
+
+# Attention, and other layers, have saved what the others get: autograd sees that it changed.
+@pytest.mark.parametrize(("kind", "names"), [(DropsInPlace, ("wq", "w1", "w3", "wo")), (ScalesLocal, ("wq",))])
 @pytest.mark.parametrize("plan", ["plain", "sequence", "layers"])
 @on_ranks(2)
-def test_an_input_that_changes_before_the_product_is_multiplied_as_it_is_then(group, plan):
+def test_an_input_that_changes_before_the_product_is_multiplied_as_it_is_then(group, plan, kind, names):
     """With sequence parallelism the gather has multiplied the input before the class changes it."""
     mesh = init_device_mesh("cpu", (group.size(),))
     ascend_parallel.configure(num_chunks=4)
-    names = ("wq", "wo") if plan == "sequence" else ("wq", "w1", "w3", "wo")  # w3's would change what w1 has saved
-    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=DropsInPlace, names=names)
+    if plan == "sequence":  # w3's would change what w1 has saved
+        names = [name for name in names if name not in ("w1", "w3")]
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=kind, names=names)
     assert unequal(*both(model, step)) == []
 
 
@@ -334,6 +344,31 @@ def refused(group, plan):
 def test_a_weight_that_changes_before_backward_is_refused_as_plain_does(ranks, plan):
     for found in ranks(2).run(refused, plan):
         assert set(found.values()) == {(True, True)}, found
+
+
+def stepped_in_backward(group):
+    """Return the error of a backward in which a column layer's weight takes its step before the input's gradient."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model = adapted(parallel(decoder(layers=1), mesh, "plain"), mesh=mesh, frozen=False)
+    weight = model.get_submodule("layers.0.feed_forward.w1").weight
+
+    def halve(weight):
+        weight.detach().mul_(0.5)
+
+    weight.register_post_accumulate_grad_hook(halve)
+    try:
+        step(model)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+@promise("changed-operands")
+def test_a_step_inside_backward_is_refused_where_the_input_gradient_waits(ranks):
+    """Of an optimizer in a hook: the gradient would be that of the new weight."""
+    for error in ranks(2).run(stepped_in_backward):
+        assert "was changed in place before the layer's product was summed" in error
 
 
 class DropsAnew(LoRALinear):
