@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.utils._pytree as pytree
@@ -67,6 +68,7 @@ class DeferredProduct(UnfinishedTensor):
     wants_dx: bool
     _terms: _Terms
     _viewed: DeferredProduct | None
+    _family: list[ref[DeferredProduct]]
 
     @staticmethod
     def __new__(
@@ -88,6 +90,7 @@ class DeferredProduct(UnfinishedTensor):
         made._rows = Rows(LazyRows((), lambda index: None), 1, 0)
         made._terms, made._viewed = _Terms(tuple(addends)), None
         made._terms.versions = list(map(version_of, made._operands()))
+        made._family = [ref(made)]
         return made
 
     @classmethod
@@ -103,7 +106,14 @@ class DeferredProduct(UnfinishedTensor):
     def with_addends(self, addends: Sequence[torch.Tensor], x: torch.Tensor | None = None) -> DeferredProduct:
         """Return the same product, of x with its rows moved, with other addends; `RuntimeError` as of `check`."""
         self.check()
-        return DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.wants_dx)
+        made = DeferredProduct(self.x if x is None else x, self.w, addends, self.sources, self.wants_dx)
+        return made.beside(self._family)
+
+    def beside(self, family: list[ref[DeferredProduct]]) -> DeferredProduct:
+        """Return this product, entered into a list: `multiply_kept` looks at all in it."""
+        family.append(ref(self))
+        self._family = family
+        return self
 
     def view_with_rows_swapped(self) -> DeferredProduct:
         """Return the product with its first two dimensions swapped, of the same memory once somebody reads it."""
@@ -124,6 +134,18 @@ class DeferredProduct(UnfinishedTensor):
         self._terms.addends = (*self._terms.addends, other)
         self._terms.versions.append(version_of(other))
         return True
+
+    def multiply_kept(self, *known: torch.Tensor | None) -> bool:
+        """Multiply what somebody keeps beside the product, and may read once operands have changed; tell if any is.
+
+        known: tensors that nobody can read.
+        """
+        own = {id(self), *map(id, known)}
+        kept = [tensor for made in self._family if (tensor := made()) is not None and id(tensor) not in own]
+        for tensor in kept:
+            if tensor.changed_operand() is None:  # else whoever reads it is told
+                tensor.finished()
+        return bool(kept)
 
     @property
     def addends(self) -> tuple[torch.Tensor, ...]:
@@ -159,12 +181,16 @@ class DeferredProduct(UnfinishedTensor):
 
     def check(self) -> None:
         """Raise `RuntimeError` if an operand has changed since."""
-        for tensor, version in zip(self._operands(), self._terms.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"an operand of shape {list(tensor.shape)} of a linear layer was changed in place before the "
-                    "layer's product was summed over the ranks: change a copy, or set COC_PARALLEL_NUM=1"
-                )
+        if (changed := self.changed_operand()) is not None:
+            raise RuntimeError(
+                f"an operand of shape {list(changed.shape)} of a linear layer was changed in place before the "
+                "layer's product was summed over the ranks: change a copy, or set COC_PARALLEL_NUM=1"
+            )
+
+    def changed_operand(self) -> torch.Tensor | None:
+        """Return the first operand that has changed since; None: none has."""
+        versions = zip(self._operands(), self._terms.versions, strict=True)
+        return next((tensor for tensor, version in versions if version_of(tensor) != version), None)
 
     def _operands(self) -> tuple[torch.Tensor, ...]:
         return (self.x, self.w, *self.sources, *self.addends)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -63,6 +64,7 @@ class BaseForward(TorchFunctionMode):
         super().__init__()
         self._module, self._column, self.called = module, kind == "column", False
         self._x, self._product = x, product
+        self._products: list[ref[DeferredProduct]] = []  # of this call
         self._versions = None if product is None else _versions(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,6 +95,7 @@ class BaseForward(TorchFunctionMode):
             self._column,
             self._product if multiplied else None,
             (x, weight),
+            self._products,
         )
         self._product = None
         return DTensor.from_local(y, mesh, [last if self._column else Partial()], run_check=False)
@@ -118,6 +121,7 @@ class _Linear(torch.autograd.Function):
         column: bool,
         product: torch.Tensor | None,
         dtensors: tuple[DTensor, DTensor],
+        products: list[ref[DeferredProduct]],
     ) -> Any:
         input_grad, weight_grad = ctx.needs_input_grad[:2]
         x_dtensor, weight_dtensor = dtensors
@@ -130,7 +134,7 @@ class _Linear(torch.autograd.Function):
             return product if bias is None else product.add_(bias)
         if column:
             return compute(MATMUL, "matmul", torch.nn.functional.linear, x, weight, bias)
-        return DeferredProduct(x.contiguous(), weight.t(), (), dtensors, wants_dx=input_grad)
+        return DeferredProduct(x.contiguous(), weight.t(), (), dtensors, wants_dx=input_grad).beside(products)
 
     @staticmethod
     @once_differentiable
@@ -152,4 +156,4 @@ class _Linear(torch.autograd.Function):
             )
         if ctx.needs_input_grad[2]:
             db = WeightGradient().bias(rows_of(dy))
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None

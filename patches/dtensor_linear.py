@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.deferred import DeferredProduct
 from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
@@ -445,7 +446,14 @@ def matmul_by(
                 return local
             local = y.to_local(grad_placements=[Replicate()])
             # Of a sum that the program has made itself one rank keeps the values, and every rank the gradient.
-            return local if y.placements != (Replicate(),) or mesh.get_local_rank() == 0 else local - local.detach()
+            if y.placements == (Replicate(),) and mesh.get_local_rank() > 0:
+                return local - local.detach()
+            if isinstance(local, DeferredProduct):
+                output, own = ref(y), (y._local_tensor, local._base)
+                del y
+                kept = local.multiply_kept(*(own if output() is None else ()))
+                return local.clone() if kept and local.multiplied else local  # the sum is not in what is kept
+            return local
 
     return own_matmul
 

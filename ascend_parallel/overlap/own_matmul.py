@@ -111,6 +111,8 @@ class _Enter(torch.autograd.Function):
         layer, (kept,) = ctx.layer.in_backward, ctx.saved_tensors
         if not (layer.sequence_parallel or layer.reduce_input_grad):
             return dx, None, None, None, None
+        if isinstance(dx, DeferredProduct) and dx.multiply_kept() and dx.multiplied:  # by a hook
+            dx = dx.finished().clone()  # the sum is not in what it keeps
         summed = _sum(layer, _product(dx), kept, ctx.weight, ctx.needs_input_grad[0])
         return None if summed is None else summed.view(ctx.shape), None, None, None, None
 

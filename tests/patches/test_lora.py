@@ -371,6 +371,90 @@ def test_a_step_inside_backward_is_refused_where_the_input_gradient_waits(ranks)
         assert "was changed in place before the layer's product was summed" in error
 
 
+class Keeps(LoRALinear):
+    """Keeps its product for a monitor, which reads it after the step."""
+
+    def forward(self, x):
+        y = nn.Linear.forward(self, x)
+        self.kept = y.detach()
+        return y
+
+
+class ReadsAndKeeps(Keeps):
+    def forward(self, x):
+        y = super().forward(x)
+        self.kept.to_local().norm()
+        return y
+
+
+class KeepsOutput(LoRALinear):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class KeepsBase(LoRALinear):
+    def forward(self, x):
+        self.kept = nn.Linear.forward(self, x).detach()
+        return super().forward(x)
+
+
+class KeepsAndAdds(LoRALinear):
+    def forward(self, x):
+        self.kept = nn.Linear.forward(self, x)
+        return self.kept + F.linear(F.linear(x, self.first_a), self.first_b)
+
+
+class KeepsAndReturns(LoRALinear):
+    def forward(self, x):
+        self.kept = nn.Linear.forward(self, x)
+        return self.kept
+
+
+class KeepsOwn(LoRALinear):
+    def forward(self, x):
+        y = F.linear(x, 1.5 * self.weight)
+        self.kept = y.detach()
+        return y
+
+
+class KeepsGradient(LoRALinear):
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda dx: setattr(self, "kept", dx.detach()))
+        return super().forward(x)
+
+
+def kept(group, plan, kind):
+    """Return what row and column layers have kept, read after their weights have changed, plain and overlapped."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ascend_parallel.configure(num_chunks=4)
+    model = adapted(parallel(decoder(layers=1), mesh, plan), mesh=mesh, kind=kind)
+    layers = {name: layer for name, layer in model.named_modules() if name.rpartition(".")[2] in COLUMNS + ROWS}
+
+    def read(model):
+        step(model)
+        weights = [layer.weight.detach().clone() for layer in layers.values()]
+        torch._foreach_mul_([layer.weight.detach() for layer in layers.values()], 2.0)  # raises no version of theirs
+        found = {
+            name: layer.kept.detach().to_local().clone() for name, layer in layers.items() if hasattr(layer, "kept")
+        }
+        for layer, weight in zip(layers.values(), weights, strict=True):
+            layer.weight.detach().copy_(weight)
+        return found
+
+    return unequal(*both(model, read))
+
+
+KEEPING = (Keeps, ReadsAndKeeps, KeepsOutput, KeepsBase, KeepsAndAdds, KeepsAndReturns, KeepsOwn, KeepsGradient)
+
+
+@pytest.mark.parametrize("plan", ["plain", "sequence"])
+def test_a_product_that_is_kept_has_its_own_numbers_after_the_step(ranks, plan):
+    for kind in KEEPING:
+        assert ranks(2).run(kept, plan, kind) == [[], []]
+
+
 class DropsAnew(LoRALinear):
     def given(self, x):
         return F.dropout(x, 0.3)
