@@ -29,7 +29,7 @@ from ascend_parallel.ops import COUNTS, shm_extension
 from ascend_parallel.ops.arithmetic import LIBRARY
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.patches.applied import NOTHING, Patches, wanted
+from ascend_parallel.patches.applied import NOTHING, Patches, version_of, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.framework_patch import FrameworkPatch, is_installed
 from ascend_parallel.patches.mindspeed import take_over
@@ -40,6 +40,9 @@ from ascend_parallel.version import __version__
 from ascend_parallel_autoload import Refusal
 
 log = logging.getLogger("ascend_parallel")
+
+# What the import of a framework raises that lacks a package, or was built for another torch.
+BROKEN = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,11 @@ class PatchControl:
                         self._patches.apply(framework, settings)
                 except PatchError as error:
                     errors[framework.title] = str(error)
+                except BROKEN as error:
+                    version, why = version_of(framework), f"{type(error).__name__}: {error}"
+                    errors[framework.title] = (
+                        f"{framework.title}: found version {version}, which cannot be imported and patched: {why}"
+                    )
         return errors
 
     def revert(self) -> None:

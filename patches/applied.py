@@ -42,8 +42,9 @@ FRAMEWORK_PATCHES = (MEGATRON, TRANSFORMERS, TORCH, DEEPSPEED, SYMM_MEM, VLLM)
 NOTHING = "the variables have nothing to overlap (column_linear, row_linear and the operators read none)"
 
 
-def _version_of(package: str) -> str:
-    build = installed_build(package)
+def version_of(framework: FrameworkPatch) -> str:
+    """Return the version of an installed framework."""
+    build = installed_build(framework.title)
     return "unknown" if build is None else build[1]
 
 
@@ -77,18 +78,11 @@ class Patches:
             raise PatchError(f"{framework.title}: found none installed: {NOTHING}")
         try:
             importlib.import_module(framework.module)  # the import hook may apply the patches
-        except PatchError:  # of the import hook
-            raise
-        except Exception as error:
-            version = _version_of(framework.title)
-            if isinstance(error, ModuleNotFoundError) and f"{framework.module}.".startswith(f"{error.name}."):
-                raise PatchError(
-                    f"{framework.title}: found version {version}, which has no {framework.module}"
-                ) from error
-            why = f"{type(error).__name__}: {error}"
-            raise PatchError(
-                f"{framework.title}: found version {version}, whose {framework.module} cannot be imported: {why}"
-            ) from error
+        except ModuleNotFoundError as error:
+            if not f"{framework.module}.".startswith(f"{error.name}."):  # it lacks a package that it needs
+                raise
+            version = version_of(framework)
+            raise PatchError(f"{framework.title}: found version {version}, which has no {framework.module}") from error
         if framework.name not in self._applied:
             applied = framework.make(settings)
             applied.apply()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from torch.nn.utils import parametrize
 
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.quantised import QuantisedWeight
@@ -195,10 +196,14 @@ def _weight_in_place(call: LinearCall, weight: torch.Tensor) -> Iterator[None]:
     elif "weight" not in attributes:  # torch.nn.utils.weight_norm makes it a plain attribute
         attributes = vars(call.layer)
     own, attributes["weight"] = attributes["weight"], given
+    cached = parametrize._cache.pop((id(call.layer), "weight"), None)  # inside `parametrize.cached()`
     try:
         yield
     finally:
         attributes["weight"] = own
+        parametrize._cache.pop((id(call.layer), "weight"), None)
+        if cached is not None:
+            parametrize._cache[id(call.layer), "weight"] = cached
 
 
 class _GivenWeight(torch.nn.Module):

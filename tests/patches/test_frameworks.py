@@ -12,10 +12,8 @@ from launch import forked_python, launch
 from ascend_parallel import SettingsError, patch_control
 from ascend_parallel.environment import read_settings
 from ascend_parallel.patch_control import PatchControl
-from ascend_parallel.patches.applied import Patches
-from ascend_parallel.patches.base import PatchError, PatchSet
+from ascend_parallel.patches.base import PatchSet
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
-from ascend_parallel.settings import Settings
 
 INFO = "'megatron.core.package_info'"
 OTHER_VERSION = (
@@ -123,16 +121,16 @@ def test_programs_that_import_torchs_styles_on_the_way(imports):
 @pytest.mark.parametrize(
     ("name", "code", "why"),
     [
-        ("failing", "raise RuntimeError('no kernel')", "whose {} cannot be imported: RuntimeError: no kernel"),
+        ("failing", "raise RuntimeError('no kernel')", "which cannot be imported and patched: RuntimeError: no kernel"),
         (
             "lacking",
             "import not_there",
-            "whose {} cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+            "which cannot be imported and patched: ModuleNotFoundError: No module named 'not_there'",
         ),
         ("older", None, "which has no {}"),
     ],
 )
-def test_a_framework_whose_layers_cannot_be_imported_is_left_with_the_reason(name, code, why, tmp_path, monkeypatch):
+def test_a_command_tells_why_a_framework_cannot_be_imported(name, code, why, tmp_path, monkeypatch):
     """As vLLM beside a torchvision of another torch, or without one of its own requirements."""
     package = tmp_path / name
     package.mkdir()
@@ -143,9 +141,8 @@ def test_a_framework_whose_layers_cannot_be_imported_is_left_with_the_reason(nam
     (tmp_path / f"{name}-1.5.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
     monkeypatch.syspath_prepend(tmp_path)
     framework = FrameworkPatch(name=name, title=name, module=f"{name}.layers", make=lambda settings: None)
-    with pytest.raises(PatchError) as error:
-        Patches().apply(framework, Settings(num_chunks=4))
-    assert str(error.value) == f"{name}: found version 1.5, {why.format(f'{name}.layers')}"
+    monkeypatch.setattr(patch_control, "wanted", lambda settings: [framework])
+    assert PatchControl().try_apply() == {name: f"{name}: found version 1.5, {why.format(f'{name}.layers')}"}
 
 
 def test_what_a_framework_prints_as_it_is_imported_is_not_in_the_output_of_a_command(tmp_path, monkeypatch, capsys):
