@@ -168,6 +168,19 @@ def test_two_engines_of_a_process_keep_their_own_counts(monkeypatch):
     assert counts() == [4, 1, 4, 4]
 
 
+def test_a_variable_that_vllm_cannot_read_is_named_in_the_state(monkeypatch):
+    class Variables:
+        """As vllm.envs, which reads the environment at each look."""
+
+        @property
+        def VLLM_BATCH_INVARIANT(self):
+            return bool(int("true"))
+
+    monkeypatch.setitem(sys.modules, "vllm.envs", Variables())
+    why = Vllm(Settings(num_chunks=4), "0.32.0").uncovered_everywhere()
+    assert why.startswith("VLLM_BATCH_INVARIANT cannot be read: invalid literal for int()")
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_a_plan_cuts_the_timed_steps_as_they_were_timed(count):
     summed, machine = Sum(768, 768, torch.float32), this_machine(2, torch.device("cpu"), "gloo")
