@@ -1,0 +1,59 @@
+"""COC_PARALLEL_NUM=auto on emulated NPUs: what it times, and what runs where it cuts nothing.
+
+Times are those of the emulation's host. Tests ask what is measured and what the decision is, not how fast.
+"""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from programs import counted, gpt
+
+
+def every_cut_loses(layer, operator, candidates, rounds):
+    """Stand in for the clock's last word: the machine's other work must not decide."""
+    return {sizes: [float(len(sizes))] * rounds for sizes in candidates}
+
+
+def each_step(number, sequence):
+    """Train; return losses and gradients, the operators of each step, what was timed by events, and what ran ours."""
+    import ascend_parallel
+    from ascend_parallel.patches.tuned import all_kept_whole
+    from ascend_parallel.tuning.measured import decider, pass_times
+
+    decider.CHUNKS.clear()
+    ascend_parallel.ops.COUNTS.clear()
+    numbers, elapsed, own = [], torch.npu.Event.elapsed_time, []
+
+    def run_step(step):
+        result, asked = counted(step)
+        numbers.append(asked)
+        return result
+
+    def timed(first, last):
+        own.append(elapsed(first, last))
+        return own[-1]
+
+    with (
+        patch.object(torch.npu.Event, "elapsed_time", timed),
+        patch.object(pass_times.TimedLinear, "time_sizes", every_cut_loses),
+    ):
+        results, covered = gpt({"num_chunks": number}, sequence=sequence, steps=3, run_step=run_step)
+    whole, ours = all_kept_whole(ascend_parallel.Settings(auto=True)), ascend_parallel.ops.COUNTS.as_dict()
+    ascend_parallel.configure(num_chunks=1)
+    return results, numbers, own, whole, ours, covered
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_that_auto_leaves_whole_are_megatrons_own(ranks, tmp_path, sequence):
+    """After the first step the run asks the device for what the plain run does, and no layer of this package runs."""
+    pool = ranks(XDG_CACHE_HOME=str(tmp_path))
+    plain, auto = (pool.run(each_step, number, sequence) for number in (1, "auto"))
+    for (theirs, theirs_asked, *_), (ours, asked, timed, whole, counts, covered) in zip(plain, auto, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert timed and min(timed) >= 0
+        assert whole is not None and whole.endswith("nothing is lost"), whole
+        assert not counts
+        assert "9 of 9" in covered, covered
+        assert asked[1:] == theirs_asked[1:]
+        assert asked[0] != theirs_asked[0]
