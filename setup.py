@@ -12,8 +12,13 @@ from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 HERE = Path(__file__).parent
-ROOMS = {"ascend_parallel": "ascend_parallel", "ascend_parallel.ops": "ops", "ascend_parallel.patches": "patches"}
-SOURCES = ("sum", "segment", "communicator", "module")
+ROOMS = {
+    "ascend_parallel": "ascend_parallel",
+    "ascend_parallel.ops": "ops",
+    "ascend_parallel.patches": "patches",
+    "ascend_parallel_autoload": "ascend_parallel_autoload",
+}
+SOURCES = ("sum", "segment", "communicator", "products", "chunk_loop", "module")
 
 
 def packages() -> list[str]:
@@ -64,7 +69,9 @@ class Wheel(bdist_wheel):
 
 
 def extension() -> dict[str, object]:
-    """Build the shared-memory kernel where torch and a compiler are at hand; go without it where not.
+    """Build the C++ extension where torch and a compiler are at hand; go without it where not.
+
+    It has the shared-memory kernel and the loop of chunks.
 
     It is compiled against the torch that is installed (--no-build-isolation): an isolated build sees
     none, or another one. Its name has the version of that torch, whose C++ interface may change with each minor
@@ -105,7 +112,6 @@ def extension() -> dict[str, object]:
 setup(
     packages=packages(),
     package_dir=ROOMS,
-    py_modules=["ascend_parallel_autoload"],
     long_description=readme(),
     long_description_content_type="text/markdown",
     **extension(),

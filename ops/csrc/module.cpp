@@ -3,13 +3,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/mm.h>
 #include <sys/mman.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-
+#include "chunk_loop.h"
 #include "communicator.h"
+#include "products.h"
 
 namespace ap = ascend_parallel;
 
@@ -43,31 +43,6 @@ ap::Product product_of(const at::Tensor& x, const at::Tensor& w, int64_t row_til
   return {x.size(0), x.size(1), w.size(1), dtype_of(x), row_tile};
 }
 
-bool is_aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 64 == 0;
-}
-
-at::Tensor aligned(const at::Tensor& operand) {
-  return is_aligned(operand) ? operand : operand.clone();
-}
-
-// y = x w; if `row_tile` is not 0, in tiles of `row_tile` rows. Makes the same calls as ops/multiply.py, which explains
-// why operands are aligned.
-void multiply(const at::Tensor& x, const at::Tensor& w_given, at::Tensor y, int64_t row_tile) {
-  const int64_t rows = x.size(0), step = row_tile > 0 ? row_tile : std::max<int64_t>(rows, 1);
-  const at::Tensor w = aligned(w_given);
-  for (int64_t begin = 0; begin < rows; begin += step) {
-    const int64_t length = std::min(step, rows - begin);
-    at::Tensor part = y.narrow(0, begin, length);
-    const at::Tensor x_part = aligned(x.narrow(0, begin, length));
-    if (is_aligned(part)) {
-      at::mm_out(part, x_part, w);
-    } else {
-      part.copy_(at::mm(x_part, w));
-    }
-  }
-}
-
 ap::Pieces pieces_of(const std::vector<int64_t>& sizes, int64_t rows) {
   const ap::Pieces pieces(sizes);
   TORCH_CHECK(pieces.count() > 0 && pieces.end(pieces.count() - 1) == rows, "pieces ", sizes, " of ", rows, " rows");
@@ -76,7 +51,7 @@ ap::Pieces pieces_of(const std::vector<int64_t>& sizes, int64_t rows) {
 
 ap::Communicator::Put rows_of_product(const at::Tensor& x, const at::Tensor& w, int64_t row_tile) {
   return [&x, &w, row_tile](int64_t begin, int64_t end, char* out) {
-    multiply(x.narrow(0, begin, end - begin), w, rows_at(out, end - begin, x, w.size(1)), row_tile);
+    ap::multiply(x.narrow(0, begin, end - begin), w, rows_at(out, end - begin, x, w.size(1)), row_tile);
   };
 }
 
@@ -109,13 +84,24 @@ size_t all_gather_matmul(
   const ap::Communicator::Take take = [&](int rank, int64_t begin, int64_t end, char* memory) {
     const at::Tensor part = rows_at(memory, end - begin, x, k);
     if (gathered.defined()) gathered.narrow(0, rank * rows + begin, end - begin).copy_(part);
-    if (!together) multiply(part, w, y.narrow(0, rank * rows + begin, end - begin), row_tile);
+    if (!together) ap::multiply(part, w, y.narrow(0, rank * rows + begin, end - begin), row_tile);
   };
   prefer_large_pages(y);
   if (gathered.defined()) prefer_large_pages(gathered);
   const size_t needed = self.all_gather(pieces_of(sizes, rows), k, dtype_of(x), put, take, time_limit);
-  if (needed == 0 && together) multiply(gathered, w, y, 0);
+  if (needed == 0 && together) ap::multiply(gathered, w, y, 0);
   return needed;
+}
+
+// `ChunkLoop::all_gather`, with the words of process_groups/backend.py; None for rows that nobody keeps.
+std::optional<at::Tensor> gather(
+    ap::ChunkLoop& self, const at::Tensor& x, const std::vector<int64_t>& sizes, const std::string& words, int tag,
+    bool keep, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& y, int64_t row_tile, bool batched) {
+  using Way = ap::ChunkLoop::Way;
+  TORCH_CHECK(words == "sends" || words == "all_to_all" || words == "chunk-major", "a gather by ", words);
+  const Way way = words == "sends" ? Way::kSends : words == "all_to_all" ? Way::kAllToAll : Way::kChunkMajor;
+  const at::Tensor gathered = self.all_gather(x, sizes, way, tag, keep, w, y, row_tile, batched);
+  return gathered.defined() ? std::optional<at::Tensor>(gathered) : std::nullopt;
 }
 
 void parallel(int64_t count, int64_t grain, const ap::Host::Body& body) { at::parallel_for(0, count, grain, body); }
@@ -141,4 +127,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("matmul_all_reduce", &matmul_all_reduce, free_interpreter())
       .def("matmul_reduce_scatter", &matmul_reduce_scatter, free_interpreter())
       .def("all_gather_matmul", &all_gather_matmul, free_interpreter());
+  module.attr("LOOP_INTERFACE") = 1;  // as in ops/chunk_loop.py
+  py::class_<ap::ChunkLoop>(module, "ChunkLoop")
+      .def(py::init([](c10d::ProcessGroup& group) {
+        return std::make_unique<ap::ChunkLoop>(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group));
+      }))
+      .def("all_reduce", &ap::ChunkLoop::all_reduce, free_interpreter())
+      .def("reduce_scatter", &ap::ChunkLoop::reduce_scatter, free_interpreter())
+      .def("all_gather", &gather, free_interpreter())
+      .def("wait", &ap::ChunkLoop::wait, free_interpreter())
+      .def("drain", &ap::ChunkLoop::drain, free_interpreter())
+      .def("is_completed", &ap::ChunkLoop::is_completed, free_interpreter())
+      .def("tells_completion", &ap::ChunkLoop::tells_completion)
+      .def("__len__", &ap::ChunkLoop::size)
+      .def_property_readonly("starting", &ap::ChunkLoop::starting)
+      .def_property_readonly("waiting", &ap::ChunkLoop::waiting)
+      .def_property_readonly("failed", &ap::ChunkLoop::failed);
 }

@@ -1,0 +1,81 @@
+"""Picks the loop of a chunked call: the C++ extension's (csrc/chunk_loop.h), or Python's (ops/chunked.py).
+
+Both make the same calls of torch in the same order. Python's runs where the extension is missing, while a timeline is
+recorded, and for what C++ does not cover: operands that are not plain tensors or not all there, groups written in
+Python, and functions of torch that the program has replaced, or watches by a function mode, which C++ would pass by.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.shm_extension import REBUILD, extension
+
+ChunkLoop = Any
+"""An object of the extension's class: the chunks of one call."""
+
+# Of the calls between this package and the class; csrc/module.cpp has the same number.
+INTERFACE = 1
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _functions() -> tuple[Any, ...]:
+    """Return the functions of torch that Python's loop calls."""
+    sends = dist.all_reduce, dist.isend, dist.irecv, dist.all_to_all
+    return (*sends, torch.mm, torch.bmm, torch.add, torch.split_with_sizes, torch.empty_like)
+
+
+@lru_cache(maxsize=1)
+def _folders() -> tuple[Path, ...]:
+    """Return where torch and torch_npu are: transfer_to_npu wraps functions that take a device, for their argument."""
+    npu = importlib.util.find_spec("torch_npu")
+    of_npu = list(npu.submodule_search_locations or ()) if npu is not None else []
+    return (Path(torch.__file__).parent, *map(Path, of_npu))
+
+
+def _is_own(function: object) -> bool:
+    """Tell whether a function is one that torch or torch_npu came with."""
+    if isinstance(function, FunctionType):
+        return any(map(Path(function.__code__.co_filename).is_relative_to, _folders()))
+    return isinstance(function, BuiltinFunctionType)
+
+
+@lru_cache(maxsize=16)
+def _replaced(functions: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the names of those that the program has replaced."""
+    return tuple(function.__name__ for function in functions if not _is_own(function))
+
+
+def _loaded() -> type[Any] | str:
+    """Return the extension's class, or the reason why Python's loop runs every call."""
+    module = extension()
+    if isinstance(module, str):
+        return module
+    if getattr(module, "LOOP_INTERFACE", 0) != INTERFACE:
+        return f"the C++ extension is that of another version of this package: {REBUILD}"
+    replaced = _replaced(_functions())
+    return f"the program has replaced torch's {', '.join(replaced)}" if replaced else module.ChunkLoop
+
+
+LOOP: type[Any] | str = _loaded()
+"""The extension's class, or the reason why Python's loop runs every call. A test that compares the two sets it."""
+
+
+def chunk_loop(group: dist.ProcessGroup, x_m: torch.Tensor, w: object = None) -> Any:
+    """Return a loop in C++ for a call of these operands, w [K, N] or None, on `group`; None: Python's loop runs it."""
+    if isinstance(LOOP, str) or RECORDING.recorder is not None or type(group) is not dist.ProcessGroup:
+        return None
+    if type(x_m) not in _PLAIN or x_m.is_complex() or (w is not None and type(w) not in _PLAIN):
+        return None
+    if torch._C._len_torch_function_stack() or c10d._world.pg_coalesce_state or _replaced(_functions()):
+        return None
+    return LOOP(group)

@@ -1,0 +1,89 @@
+// The loops of ops/chunked.py: a call's chunks are multiplied and their collectives started, then waited for, in C++.
+//
+// Python's loop makes the same calls of torch in the same order, and runs where this one is missing or does not cover a
+// call (ops/chunk_loop.py). Python makes the results; it turns errors of collectives into its own.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace ascend_parallel {
+
+// The collectives of one call, chunk by chunk, and what runs behind the wait for each.
+//
+// A loop starts its collectives once. An exception of a start or a wait leaves `starting` or `waiting` at the chunk
+// whose collective failed, elsewhere they are -1; whoever catches it waits for the collectives that have started.
+class ChunkLoop {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Sizes = std::vector<int64_t>;
+
+  // How the rows of a chunk reach their places, as in process_groups/backend.py.
+  enum class Way { kSends, kAllToAll, kChunkMajor };
+
+  explicit ChunkLoop(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Starts y = all_reduce(x w): x [M, K], w [K, N], y [M, N], in chunks of `sizes` rows.
+  void all_reduce(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const Sizes& sizes, int64_t row_tile);
+
+  // Starts y = reduce_scatter(x w): partial [M, N] holds the products chunk after chunk, y [M / R, N].
+  //   own_scatter  the backend's own reduce-scatter moves what it has to; else every rank sends, with `tag`
+  //   by_rank      sums in rank order also where the backend has another
+  //   batched      one matmul for the rows of all ranks
+  void reduce_scatter(const at::Tensor& x, const at::Tensor& w, const at::Tensor& partial, const at::Tensor& y,
+                      const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag);
+
+  // Starts gathered = all_gather(x): x [M / R, K]; returns gathered [R, M / R, K], undefined if nobody keeps it.
+  // If w is given, then multiplies the rank's own rows, and behind each wait the peers' rows of the chunk:
+  // y [R, M / R, N] = gathered w.
+  at::Tensor all_gather(const at::Tensor& x, const Sizes& sizes, Way way, int tag, bool keep,
+                        const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& y, int64_t row_tile,
+                        bool batched);
+
+  // Waits for the chunks from `first` to before `stop`, and runs what is behind each; chunks that are done are passed
+  // by. No limit: the backend's own.
+  void wait(size_t first, size_t stop, std::optional<std::chrono::milliseconds> limit);
+
+  // Waits for all collectives that have started, whatever they raise; runs nothing behind them.
+  void drain(std::optional<std::chrono::milliseconds> limit);
+
+  // Whether a chunk's wait has run, or would return at once; sends tell it by their wait alone.
+  bool is_completed(size_t index) const;
+  bool tells_completion(size_t index) const { return !chunks_.at(index).finishes; }
+
+  size_t size() const { return chunks_.size(); }
+  int starting() const { return starting_; }
+  int waiting() const { return waiting_; }
+  // The work that failed, while `waiting` names its chunk.
+  Work failed() const { return chunks_.at(waiting_).works.at(chunks_.at(waiting_).waited); }
+
+ private:
+  using Step = std::function<void()>;
+
+  struct Chunk {
+    std::vector<Work> works;
+    size_t waited = 0;      // of the works; gloo's would block if they were waited for again
+    bool finishes = false;  // it has a wait of this package, which completes it
+    bool done = false;
+    std::vector<Step> steps;  // behind the wait
+  };
+
+  // Starts the collective of a chunk.
+  void start(size_t index, const std::function<Work()>& call);
+  void keep(Chunk& chunk, Work work);
+  void send(Chunk& chunk, const at::Tensor& tensor, int peer, int tag);
+  void receive(Chunk& chunk, const at::Tensor& tensor, int peer, int tag);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int rank_, ranks_;
+  std::vector<int> peers_;
+  std::vector<Chunk> chunks_;
+  int starting_ = -1, waiting_ = -1;
+};
+
+}  // namespace ascend_parallel
