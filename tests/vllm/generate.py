@@ -32,6 +32,12 @@ FAMILIES = {
 }
 # Models of single tests.
 OTHERS = {
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral_with_windows": ("MistralForCausalLM", {"sliding_window": 16}),
+    "mistral_with_scales": (
+        "MistralForCausalLM",
+        {"sliding_window": None, "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}},
+    ),
     "llama_of_one_layer": ("LlamaForCausalLM", {"num_hidden_layers": 1}),
     "llama_drawn_anew": ("LlamaForCausalLM", {"initializer_range": 0.06}),
     "deepseek_bf16": (

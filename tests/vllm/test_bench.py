@@ -22,11 +22,11 @@ def counted(group, **asked):
     found = {}
 
     class Counted(bench.TimedRowLayer):
-        def _timed(self, operator, settings):
+        def _timed(self, operator, variant):
             COUNTS.clear()
-            seconds = super()._timed(operator, settings)
+            seconds = super()._timed(operator, variant)
             counts = COUNTS.as_dict()
-            found.setdefault(settings.num_chunks, []).append(counts.get("matmul_all_reduce", {}).get("chunks", 0))
+            found.setdefault(variant.known.number, []).append(counts.get("matmul_all_reduce", {}).get("chunks", 0))
             assert "region" not in counts  # rows are finished at the layer's end
             return seconds
 
@@ -39,10 +39,10 @@ def counted(group, **asked):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "counted.json"
-    own = bench_request.FRAMEWORKS["vllm"]
+    own = bench_request.TIMED_FRAMEWORKS["vllm"]
     words = ("--framework", "vllm", "--shape", f"{TOKENS},{K},{N}", "--chunks", "2,4", "--rounds", "3", "--json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(bench_request.FRAMEWORKS, "vllm", own._replace(target="test_bench:counted"))
+        patch.setitem(bench_request.TIMED_FRAMEWORKS, "vllm", own._replace(target="test_bench:counted"))
         ended = CliRunner().invoke(app, ["bench", *words], env=environment(COUNTED=file))
     assert ended.exit_code == 0, ended.output
     return json.loads(ended.stdout), json.loads(file.read_text())
@@ -61,11 +61,11 @@ def test_the_command_times_the_forward_of_vllms_row_layer(results):
 
 
 def test_chunks_have_the_sizes_of_a_step_and_the_serial_path_is_vllms_own(results):
-    from ascend_parallel.patches.vllm.chunks import LADDERS
+    from ascend_parallel.devices import CPU
 
     sizes = {variant["name"]: variant["sizes"] for variant in results[0]["passes"][0]["variants"]}
     assert {"2 chunks", "4 chunks"} <= set(sizes)
-    assert all(sum(rows) == TOKENS and rows[0] in LADDERS["cpu"] for rows in sizes.values())
+    assert all(sum(rows) == TOKENS and rows[0] in CPU.chunk_rows for rows in sizes.values())
     ran = {int(count): set(chunks) for count, chunks in results[1].items()}
     assert ran.pop(1) == {0}
     assert ran == {len(rows): {len(rows)} for rows in sizes.values()}

@@ -1,6 +1,8 @@
 """USE_COC_FUSED_KERNEL=1: a row layer of vLLM reaches torch_npu's operator where its page allows the call.
 
-torch_npu is a stub whose operator computes what its page says; tests/ops holds our calls against its schemas.
+torch_npu is a stub whose operator computes what its page says; tests/ops holds our calls against its schemas, and
+tests/ascend runs them on the real torch_npu. The stub stays here: vLLM 0.32 on CPUs asks for a torch that no torch_npu
+has, and its NPU platform (vllm-ascend) is a package of its own.
 """
 
 import sys
@@ -18,8 +20,8 @@ def stub(group, calls):
     import torch
 
     from ascend_parallel.ops import npu, operators
+    from ascend_parallel.ops.call import matmul_of
     from ascend_parallel.ops.npu_limits import FUSED_OPERATORS
-    from ascend_parallel.ops.problem import problem_of
     from ascend_parallel.patches.vllm import fused
 
     def npu_mm_all_reduce_base(x1, x2, hcom, *, reduce_op, comm_turn):
@@ -35,7 +37,7 @@ def stub(group, calls):
     npu.soc_name = lambda: "Ascend910B1"
     names = frozenset({"input", "x2", "hcom", "reduce_op", "comm_turn"})
     npu.arguments = lambda operator: names if operator in FUSED_OPERATORS else frozenset()
-    fused.problem_of = operators.problem_of = lambda *call: replace(problem_of(*call), device="npu")
+    fused.matmul_of = operators.matmul_of = lambda *call: replace(matmul_of(*call), device="npu")
 
 
 def layer_in(dtype, **options):

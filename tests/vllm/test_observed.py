@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from itertools import accumulate
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,8 @@ from ascend_parallel.tuning.measured.chunk_plan import PlanError
 
 LENGTHS = [600, 90]
 TOKENS = 1024  # of a prefill in four chunks
+# Of this package in a warm call of a row layer in 4 chunks: 100 where they were counted.
+MOST_FUNCTIONS = 102
 
 
 def observed(folder):
@@ -41,6 +44,7 @@ def observed(folder):
         for name, settings in (("overlapped", {"num_chunks": 4}), ("serial", {"mode": 1})):
             with ascend_parallel.timeline.record(Path(folder) / name):
                 run(name, frameworks=("vllm",), **settings)
+        found["functions"] = functions_of_a_row_layer(llm)
         found["tuned"] = tuned(llm, Path(folder) / "plan.json")
         ascend_parallel.configure(auto=True, customized_coc={(1536, 128, 256): 2}, frameworks=("vllm",))
         (found["auto"],) = llm.collective_rpc(said)
@@ -150,6 +154,23 @@ def agree(worker):
     framework().agree(framework().group_of(last_row_layer(worker.get_model())), torch.device("cpu"))
 
 
+def functions_of_a_row_layer(llm):
+    """Return the functions of this package that a warm call of a row layer runs, up to its finished rows."""
+    import ascend_parallel
+    from ascend_parallel.ops.unfinished import finished
+
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from counted_functions import functions_of
+
+    ascend_parallel.configure(num_chunks=4, frameworks=("vllm",))
+    (layer,) = llm.apply_model(last_row_layer)
+    with torch.inference_mode():
+        x = torch.randn(TOKENS, layer.input_size_per_partition, dtype=layer.params_dtype)
+        for _ in range(3):
+            _, called = functions_of(lambda: finished(layer(x)[0]))
+    return called
+
+
 def planned(folder, **machine):
     """Return the path of a plan with the output layer of attention whole, and the MLP's in two chunks."""
     plan = json.loads((Path(folder) / "plan.json").read_text())
@@ -193,6 +214,11 @@ def test_a_kernel_that_looks_at_other_rows_is_an_error_on_every_rank(results):
     for found in results[1]:
         assert "model.layers.0.mlp.down_proj (RowParallelLinear, row): the output of call" in found["fault"]
         assert "by vLLM's own" in found["fault"] and "in chunks of rows [128, 128, 128, " in found["fault"]
+
+
+def test_a_warm_call_of_a_row_layer_runs_few_functions_of_this_package(results):
+    for found in results[1]:
+        assert 0 < sum(found["functions"].values()) <= MOST_FUNCTIONS, found["functions"]
 
 
 def test_a_timeline_shows_a_prefill_with_and_without_chunks(results):

@@ -15,10 +15,11 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 
+from ascend_parallel.ops.row_wise import NORMS
 from ascend_parallel.patches.vllm import operators, start
 from ascend_parallel.patches.vllm.auto import StepVariant, Sum
 from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
-from ascend_parallel.patches.vllm.row_wise import NORMS, row_wise_call
+from ascend_parallel.patches.vllm.row_wise import row_wise_call
 from ascend_parallel.settings import Settings
 
 K, N = 32, 48
@@ -227,11 +228,11 @@ def test_the_operator_is_what_torch_asks_of_one(model):
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
 def test_nothing_is_cut_while_a_device_graph_is_captured(model, mode):
     framework, summed = Vllm(Settings(num_chunks=4), "0.32.0"), Sum(K, N, torch.float32)
-    assert framework.covers(2048, "cpu", summed)
+    assert framework.covered_chunks(2048, "cpu", summed)
     with context({}):
-        assert framework.covers(2048, "cpu", summed)
+        assert framework.covered_chunks(2048, "cpu", summed)
     with context({}, mode):
-        assert not framework.covers(2048, "cpu", summed)
+        assert not framework.covered_chunks(2048, "cpu", summed)
 
 
 def test_a_pass_that_fuses_all_reduces_keeps_them():

@@ -1,4 +1,4 @@
-"""Every class of the table of row-wise modules: a call with some rows gives the results of these rows, bit for bit."""
+"""Every class of vLLM in ops/row_wise.py: a call with some rows gives the results of these rows, bit for bit."""
 
 import importlib
 from types import SimpleNamespace
@@ -7,15 +7,9 @@ import pytest
 import torch
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
+from ascend_parallel.ops.row_wise import ACTIVATIONS, MATMULS, MODULES, NORMS, QUANTISED_MATMULS
 from ascend_parallel.ops.unfinished import is_unfinished
-from ascend_parallel.patches.vllm.row_wise import (
-    ACTIVATIONS,
-    MATMULS,
-    MODULES,
-    NORMS,
-    QUANTISED_MATMULS,
-    multiplies_by_rows,
-)
+from ascend_parallel.patches.vllm.row_wise import multiplies_by_rows
 
 FEATURES = 256
 

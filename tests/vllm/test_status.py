@@ -22,6 +22,7 @@ LATER = "0.34.0"  # of a vLLM that is not supported
 CASES = {
     "status": (["status"], {"COC_PARALLEL_NUM": "4"}),
     "invariant": (["status", "--json"], {"COC_PARALLEL_NUM": "4", "VLLM_BATCH_INVARIANT": "1"}),
+    "invariant doctor": (["doctor", "--json"], {"COC_PARALLEL_NUM": "4", "VLLM_BATCH_INVARIANT": "1"}),
     "plugins": (["status"], {"COC_PARALLEL_NUM": "4", "VLLM_PLUGINS": "slow_link"}),
     "version": (["doctor", "--json"], {"COC_PARALLEL_NUM": "4"}),
     "off": (["doctor", "--json"], {}),
@@ -102,6 +103,13 @@ def test_where_vllm_fixes_its_kernels_the_state_says_that_no_layer_runs_with_ove
     state = json.loads(out)["frameworks"]["vllm"]
     assert re.match(REPLACED, state)
     assert state.endswith("but no layer runs with overlap: VLLM_BATCH_INVARIANT fixes kernels and the order of sums")
+
+
+def test_the_verdict_says_so_too(ended):
+    code, out, err = ended["invariant doctor"]
+    assert code == 0, err
+    on = "nothing is wrong; overlap is on: 4 chunks (COC_PARALLEL_NUM=4), but no layer runs with overlap: "
+    assert json.loads(out)["verdict"] == f"{on}VLLM_BATCH_INVARIANT fixes kernels and the order of sums"
 
 
 def test_plugins_that_leave_this_package_out_are_named_and_the_command_fails(ended):
