@@ -20,8 +20,9 @@ from ascend_parallel.patches.base import Patch, PatchSet, RepeatedFunction, vers
 from ascend_parallel.patches.megatron.conflicts import FUNCTIONALS
 from ascend_parallel.patches.megatron.layers import Megatron, make_column_forward, make_row_forward
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload.frameworks import MEGATRON
 
-LAYERS = "megatron.core.tensor_parallel.layers"
+LAYERS = MEGATRON.module
 VERSIONS = ">=0.10,<0.20"
 NEWEST = "0.19.2"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ascend_parallel.ops import UnmetRequestError
-from ascend_parallel.ops.arithmetic import EVERY_DEGREE
+from ascend_parallel.ops.arithmetic import EVERY_DEGREE, INVARIANT
 from ascend_parallel.patches.base import full_name
 from ascend_parallel.patches.compiled import between_graphs
 from ascend_parallel.patches.megatron.uncovered import TE_EXTENSION
@@ -77,7 +77,7 @@ class BuiltClasses:
     def _look(self, module: Any, _: Any) -> None:
         if not isinstance(module, self._patched):
             if (
-                self._insists == EVERY_DEGREE.asked
+                self._insists in (EVERY_DEGREE.asked, INVARIANT.asked)
                 and type(module).__module__ == TE_EXTENSION
                 and "Linear" in type(module).__name__
             ):

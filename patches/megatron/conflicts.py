@@ -138,7 +138,7 @@ class Originals(WatchedNames[Replacements]):
         return Replacements(next(iter(texts), None), next(communicating, None))
 
     def replaced_impl(self, layer: Any) -> str | None:
-        """Return what replaced the layer's `_forward_impl`: an attribute of the layer below 0.14, a method since."""
+        """Name the replacement of the layer's `_forward_impl`: an attribute of the layer below 0.14, a method since."""
         inner = vars(layer).get("_forward_impl")
         if inner is not None:
             known = any(inner is getattr(self._layers, name) for name in FUNCTIONALS)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.head_exchange import HeadGroup
 from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange
@@ -61,7 +60,7 @@ def patch_set(megatron: Megatron) -> PatchSet:
         gives_way_to="mindspeed",  # without context parallelism it makes the mask in a wrapper around the forward
     )
     # In the tree the forward has another replacement (every_degree.py), and contexts are refused when they are built.
-    patches = [built] if megatron.settings.arithmetic is EVERY_DEGREE else [built, exchanged]
+    patches = [built] if megatron.settings.arithmetic.sums_shared_rows else [built, exchanged]
     return PatchSet("megatron-core", None, patches)
 
 

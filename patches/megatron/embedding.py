@@ -3,7 +3,7 @@
 The embedding looks up its own part of the vocabulary, and hands the rows to a mapping that sums them over ranks. While
 an embedding is called, the mapping runs the sum in chunks. So the collectives are the same on every rank, whatever a
 rank alone has put in place of the forwards of embeddings; the mappings, and their autograd functions, ranks compare
-(`Megatron.left_to_replaced`).
+(`Megatron.replacement`). Megatron-core's module calls the mapping, so the sum alone is a `CoveredCall`.
 
 Written against megatron-core 0.10 to 0.19. Without regions nothing is patched.
 """
@@ -20,17 +20,22 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.embedding import embedding_sizes, sum_embedded
+from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.patches.base import Function, Patch, PatchSet
+from ascend_parallel.patches.covered_call import CoveredCall, run_covered
 from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.conflicts import MAPPINGS
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
+from ascend_parallel_autoload.frameworks import MEGATRON
 
-MODULE = "megatron.core.tensor_parallel.layers"
+MODULE = MEGATRON.module
 LANGUAGE_MODEL = "megatron.core.models.common.embeddings.language_model_embedding"
 # The autograd functions of the mappings that sum rows over ranks, and whether each rank gets its rows of the sum.
 SUMS = {"_ReduceFromModelParallelRegion": False, "_ReduceScatterToSequenceParallelRegion": True}
@@ -56,6 +61,7 @@ class EmbeddingCall:
     def __init__(self, embedding: Any, megatron: Megatron) -> None:
         """Hold the module, whose settings are those of `megatron`."""
         self.embedding, self._megatron, self.group = embedding, megatron, megatron.group_of(embedding)
+        self._sizes: Sizes | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -69,25 +75,44 @@ class EmbeddingCall:
     def summed(self, y: torch.Tensor, *, scatters: bool) -> torch.Tensor | None:
         """Return the sum of y [b, s, H], or this rank's rows of that of y [s, b, H]; None: it is not to be cut."""
         megatron, group = self._megatron, self.group
+        if y.dim() != 3 or not megatron.leaves_rows:
+            return None
         layer = ParallelLinear(
             kind=ROW,
             group=group,
             settings=megatron.settings,
+            known=known_of(megatron.settings),
+            arithmetic=megatron.settings.arithmetic,
             sequence_parallel=scatters,
-            before_communicating=megatron.confirm(group),
             leaves_rows=megatron.leaves_rows,
         )
-        if y.dim() != 3 or not layer.leaves_rows:
-            return None
-        layer.about_to_communicate()
-        batch, tokens = (y.shape[1], y.shape[0]) if scatters else y.shape[:2]
-        later = not scatters and _all_share_later(self.embedding, group)
-        sizes = embedding_sizes(batch, tokens, layer, shared_later=later)
-        if sizes is None:
-            return None
-        rows = sum_embedded(y.contiguous(), sizes, self.embedding.num_embeddings_per_partition, layer)
+        summed = CoveredCall(
+            layer=self.embedding,
+            group=group,
+            device=y.device,
+            agreeing=group,
+            decide=functools.partial(self._decide, layer, y),
+            ours=functools.partial(self._sum, layer, y),
+            theirs=lambda: None,
+            checked=None,  # a row is zero on all ranks but one: its sum has no error
+        )
+        rows: torch.Tensor | None = run_covered(megatron, summed)
+        return rows
+
+    def _decide(self, layer: ParallelLinear, y: torch.Tensor) -> Known:
+        """Note the tokens of each chunk of the sum; `original`: it is not to be cut."""
+        shared = layer.sequence_parallel
+        batch, tokens = (y.shape[1], y.shape[0]) if shared else y.shape[:2]
+        later = not shared and _all_share_later(self.embedding, self.group)
+        self._sizes = embedding_sizes(batch, tokens, layer, shared_later=later)
+        return layer.known._replace(original=self._sizes is None)
+
+    def _sum(self, layer: ParallelLinear, y: torch.Tensor, *_: object) -> torch.Tensor:
+        """Return the sum over ranks of y, in the chunks that `_decide` has noted."""
+        assert self._sizes is not None
+        rows = sum_embedded(y.contiguous(), self._sizes, self.embedding.num_embeddings_per_partition, layer)
         if isinstance(rows, UnfinishedTensor):
-            megatron.region_choice.ran(group)
+            self._megatron.region_choice.ran(self.group)
         return rows
 
 
@@ -184,7 +209,7 @@ def _is_left_alone(embedding: Any, megatron: Megatron) -> bool:
     if megatron.group_of(embedding).size() == 1 or getattr(embedding, "gtp_remat_size", 1) > 1:
         return True
     by_inference = getattr(embedding, "use_inference_optimized_reduce_scatter", False) and not embedding.training
-    return by_inference or megatron.left_to_replaced(embedding) is not None
+    return by_inference or megatron.replacement(embedding)[0] is not None
 
 
 def sum_of_call(original: Function, *, scatters: bool) -> Function:

@@ -23,13 +23,14 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BlockedFeatures
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_norm import squares_of_blocks
 from ascend_parallel.patches.framework import described, models_with
+from ascend_parallel.patches.megatron.attention import attend_in_one_order, refuse_other_kernels
 from ascend_parallel.patches.norms import install_norm, is_blocked, run_norm
 
 # Since this version a fused [gate; up] weight says so: its partition_stride is 2.
@@ -57,9 +58,10 @@ KNOWN_PARENTS = ("SelfAttention", "MLP", "GPTModel")
 class KnownLayouts:
     """The layers whose weights are packed in a known way: a program's own, and those of `KNOWN_PARENTS`."""
 
-    def __init__(self) -> None:
-        """Know none."""
+    def __init__(self, fixed_tiles: bool) -> None:
+        """Know none; fixed_tiles: what stands between layers has to compute each row alike, too."""
         self._known: WeakSet[Any] = WeakSet()
+        self._fixed_tiles = fixed_tiles
 
     def refuse_others(self, layer: Any) -> None:
         """Raise `DegreeError` for a layer of another class of Megatron-core, such as a Mamba mixer's."""
@@ -75,6 +77,8 @@ class KnownLayouts:
                         f"{described(layer)}: how {kind.__module__}.{kind.__name__} packs its weight is not known"
                     )
                 _refuse_shared_rows(parent)
+                if self._fixed_tiles:
+                    refuse_other_kernels(parent)
         self._known.add(layer)
 
 
@@ -126,17 +130,19 @@ def row_blocks(layer: Any, group: dist.ProcessGroup) -> RowBlocks:
 
 
 def patch_sets() -> dict[str, Callable[[Any], PatchSet]]:
-    """Return what makes the patches of the sums and masks, by the module whose import they wait for.
+    """Return the makers of the patches of sums and masks, by the module whose import they wait for.
 
     Without COC_DETERMINISTIC=tp the sets are empty.
     """
     return {
-        module: functools.partial(_patch_set, module) for module in dict.fromkeys(each.module for each in _patches(()))
+        module: functools.partial(_patch_set, module)
+        for module in dict.fromkeys(each.module for each in _patches((), False))
     }
 
 
 def _patch_set(module: str, megatron: Any) -> PatchSet:
-    patches = [each for each in _patches(megatron.version) if each.module == module]
+    every = _patches(megatron.version, megatron.settings.arithmetic.fixed_tiles)
+    patches = [each for each in every if each.module == module]
     return PatchSet("megatron-core", None, [*megatron.settings.arithmetic.tree_needs(*patches)])
 
 
@@ -147,7 +153,7 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-def _patches(version: tuple[int, ...]) -> list[Patch]:
+def _patches(version: tuple[int, ...], fixed_tiles: bool) -> list[Patch]:
     of_group = ("tp_group",) if version >= LOSS_TAKES_GROUP else ()
     gradients = "get_main_grads_for_grad_norm"
     of_norm: tuple[str, ...] = ()
@@ -168,7 +174,7 @@ def _patches(version: tuple[int, ...]) -> list[Patch]:
         ),
         Patch(
             target="megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
-            replacement=_attention,
+            replacement=attend_in_one_order if fixed_tiles else _attention,
             parameters=(
                 "self",
                 "query",
@@ -179,7 +185,7 @@ def _patches(version: tuple[int, ...]) -> list[Patch]:
                 "attention_bias",
                 "packed_seq_params",
             ),
-            reason="draws the dropout mask of all heads",
+            reason="attends in one order of sums" if fixed_tiles else "draws the dropout mask of all heads",
         ),
         Patch(
             target="megatron.core.transformer.transformer_block.TransformerBlock.forward",

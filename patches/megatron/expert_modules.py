@@ -74,6 +74,26 @@ class GroupTokens(NamedTuple):
         return self.counts
 
 
+Named = list[tuple[str, torch.Tensor]]
+"""Tensors that get a gradient, with their names."""
+
+
+def tensors_of(module: Any, prefix: str, without: str = "") -> Named:
+    """Return the tensors of a module that get a gradient, but those of its child `without`.
+
+    Flat parameters of torch's FSDP leave views of them in a module, as attributes.
+    """
+    found = []
+    for name, part in module.named_modules(prefix=prefix):
+        if without and (name + ".").startswith(f"{prefix}.{without}."):
+            continue
+        kept = {**{key: x for key in ("weight", "weight0", "weight1") if (x := vars(part).get(key)) is not None}}
+        for key, x in {**part._parameters, **kept}.items():
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                found.append((f"{name}.{key}", x))
+    return found
+
+
 @dataclass(frozen=True)
 class ExpertModule:
     """How the experts of a class are run in groups.
@@ -84,9 +104,12 @@ class ExpertModule:
         ``weights(module)`` returns the weights of all experts, [E, ...]; empty: each expert has parameters of its own.
     uncovered
         ``uncovered(module)`` returns the reason why its experts cannot be run in groups, or None.
+    apart
+        ``apart(module)`` returns the tensors that each expert reads for itself, and those that all may read.
     """
 
     view: Callable[[Any, GroupTokens], Any]
+    apart: Callable[[Any], tuple[list[Named], Named]]
     weights: Callable[[Any], list[torch.Tensor]] = lambda module: []
     uncovered: Callable[[Any], str | None] = lambda module: None
 
@@ -102,6 +125,27 @@ def _sequential(module: Any, tokens: GroupTokens) -> Any:
     experts = torch.nn.ModuleList(module.local_experts[index] for index in tokens.experts)
     modules = {**module._modules, "local_experts": experts}
     return _view(module, module._parameters, modules, num_local_experts=len(experts))
+
+
+def _sequential_apart(module: Any) -> tuple[list[Named], Named]:
+    each = [tensors_of(expert, f"local_experts.{index}") for index, expert in enumerate(module.local_experts)]
+    return each, tensors_of(module, "experts", without="local_experts")
+
+
+def _grouped_apart(module: Any) -> tuple[list[Named], Named]:
+    """Return no tensors of an expert: the weights get their gradients as one."""
+    own = ("experts.weight1", "experts.weight2")
+    return [], [(name, x) for name, x in tensors_of(module, "experts") if name not in own]
+
+
+def _te_grouped_apart(module: Any) -> tuple[list[Named], Named]:
+    each: list[Named] = [[] for _ in range(module.num_local_experts)]
+    common: Named = []
+    for name, x in tensors_of(module, "experts"):
+        layer, _, last = name.rpartition(".")
+        number = NUMBERED.fullmatch(last) if layer in ("experts.linear_fc1", "experts.linear_fc2") else None
+        (common if number is None else each[int(number[2])]).append((name, x))
+    return each, common
 
 
 def _grouped(module: Any, tokens: GroupTokens) -> Any:
@@ -134,7 +178,7 @@ def _te_linear(linear: Any, experts: range) -> Any:
 
 
 def _other_te_linears(module: Any) -> str | None:
-    """Return how TEGroupedMLP differs from grouped layers with one weight for each expert; None: it does not."""
+    """Name a difference of TEGroupedMLP from grouped layers with one weight for each expert; None: there is none."""
     for name, kind in (("linear_fc1", "Column"), ("linear_fc2", "Row")):
         linear = module._modules[name]
         wanted = f"TE{kind}ParallelGroupedLinear"
@@ -148,7 +192,7 @@ def _other_te_linears(module: Any) -> str | None:
 
 
 def _other_gmm(module: Any) -> str | None:
-    """Return what MindSpeed's grouped experts do that cannot be done for a group, or None."""
+    """Name a feature of MindSpeed's grouped experts that a group cannot have; None: there is none."""
     if getattr(module.config, "gemm_gradient_accumulation_fusion", False):
         return (
             "MindSpeed's kernel adds the weight gradients of all experts to one main_grad "
@@ -162,10 +206,12 @@ def _other_gmm(module: Any) -> str | None:
 
 
 MODULES = {
-    (EXPERTS, "SequentialMLP"): ExpertModule(_sequential),
-    (EXPERTS, "GroupedMLP"): ExpertModule(_grouped, _grouped_weights),
-    (EXPERTS, "TEGroupedMLP"): ExpertModule(_te_grouped, uncovered=_other_te_linears),
-    (MINDSPEED_EXPERTS, "MindSpeedGmmExperts"): ExpertModule(_grouped, _grouped_weights, uncovered=_other_gmm),
+    (EXPERTS, "SequentialMLP"): ExpertModule(_sequential, _sequential_apart),
+    (EXPERTS, "GroupedMLP"): ExpertModule(_grouped, _grouped_apart, _grouped_weights),
+    (EXPERTS, "TEGroupedMLP"): ExpertModule(_te_grouped, _te_grouped_apart, uncovered=_other_te_linears),
+    (MINDSPEED_EXPERTS, "MindSpeedGmmExperts"): ExpertModule(
+        _grouped, _grouped_apart, _grouped_weights, uncovered=_other_gmm
+    ),
 }
 
 
@@ -176,6 +222,31 @@ def uncovered_module(module: Any) -> str | None:
         *names, last = (name for _, name in MODULES)
         return f"its experts are {type(module).__name__}, not {', '.join(names)} or {last}"
     return found.uncovered(module)
+
+
+def common_tensor(layer: Any) -> str | None:
+    """Return which tensor of a layer's experts has several readers of which each is to send it a gradient, or None.
+
+    Its hooks, and those by which DDP and FSDP learn that its gradient is complete, would run for each of them. What
+    was computed before the layer, such as the parts of a flat parameter of torch's FSDP, leads to such a tensor.
+    """
+    experts = layer.experts
+    each, common = MODULES[type(experts).__module__, type(experts).__name__].apart(experts)
+    if common:
+        return f"its experts share {common[0][0]}"
+    shared = [] if layer.shared_experts is None else tensors_of(layer.shared_experts, "shared_experts")
+    readers: dict[int, str] = {}
+    for tensors in (*each, shared):
+        for name, x in tensors:
+            if not x.is_leaf:
+                return f"its {name} is computed before the layer, as by torch's FSDP with flat parameters"
+            if id(x) in readers:
+                return f"its {name} is {readers[id(x)]} too"
+        readers |= {id(x): name for name, x in tensors}
+    for name, x in tensors_of(layer.router, "router") if readers else ():
+        if id(x) in readers:
+            return f"its {name} is {readers[id(x)]} too"
+    return None
 
 
 def weights_of(module: Any) -> list[torch.Tensor]:

@@ -9,6 +9,9 @@ summed too, so that every bit stays.
     experts               `run_experts`: rows to the experts' ranks and back; the shared expert under them
     combine               unpermutes and adds the shared expert's result, as Megatron's does
 
+Megatron's forward calls these parts, so only the exchange in `experts` is a `CoveredCall`; whether the original runs
+has to be decided before its router does.
+
 Written against megatron-core 0.12 to 0.19, transformer/moe/moe_layer.py, token_dispatcher.py, shared_experts.py and
 experts.py. Older versions run the original. In 0.12 the dispatcher has permutation, all-to-all and sort in one method,
 and their inverse in another; it is told there that the group of the all-to-all has one rank.
@@ -21,20 +24,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from ascend_parallel.diagnostics.verify import LEDGER
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice
-from ascend_parallel.ops.problem import experts_problem
-from ascend_parallel.ops.registry import name_of
+from ascend_parallel.ops.call import experts_exchange
+from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
+from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.overlap.inner_graph import ReadersApart
 from ascend_parallel.overlap.split_experts import SplitExperts
 from ascend_parallel.patches.base import Function, Patch, PatchSet, WatchedNames, defined_in, names_of_method
 from ascend_parallel.patches.check import CheckedCall, Tensors
 from ascend_parallel.patches.coverage import EXPERTS as COVERAGE
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.conflicts import arguments
 from ascend_parallel.patches.megatron.expert_modules import (
@@ -46,6 +54,7 @@ from ascend_parallel.patches.megatron.expert_modules import (
     RECOMPUTES_ACTIVATION,
     TAKES_BUFFERS,
     GroupTokens,
+    common_tensor,
     make_experts_forward,
     uncovered_module,
     weights_of,
@@ -53,7 +62,6 @@ from ascend_parallel.patches.megatron.expert_modules import (
 )
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
-from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.part_groups import pass_on_copies
 
 MODULE = "megatron.core.transformer.moe.moe_layer"
@@ -164,17 +172,18 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         reason = _uncovered_on_all_ranks(self, megatron)
         if reason is None:
-            reason = megatron.reason_of_any(_all_ranks(self), _replaced_methods(self), hidden_states.device)
+            reason = megatron.reason_of_any(_all_ranks(self), _reason_of_rank(self), hidden_states.device)
         if reason is None and (args[0] if args else kwargs.get("intermediate_tensors")) is not None:
             reason = "it is called for a part of its work (intermediate_tensors)"
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, hidden_states, *args, **kwargs)
-        megatron.confirm(_all_ranks(self))()  # a plan of their own decides below whether the original runs
-        group, chunks = megatron.prepare(self, "experts", hidden_states, None)
-        if chunks.original or _measured_as_fast(self, megatron, hidden_states):
+        group = megatron.group_of(self)
+        megatron.agree(group, hidden_states.device, _all_ranks(self))  # a plan decides whether the original runs
+        known = megatron.prepare(self, "experts", hidden_states, None, group)
+        if known.original or _measured_as_fast(self, megatron, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
-        return original(OverlappedCall(self, megatron, group, chunks.settings).overlay, hidden_states, *args, **kwargs)
+        return original(OverlappedCall(self, megatron, group, known).overlay, hidden_states, *args, **kwargs)
 
     setattr(forward, COVERAGE, SimpleNamespace(uncovered=functools.partial(uncovered, megatron=megatron)))
     return forward
@@ -182,7 +191,7 @@ def moe_forward(original: Function, megatron: Megatron) -> Function:
 
 def uncovered(layer: Any, megatron: Megatron) -> str | None:
     """Return the reason why the original forward of `layer` must run, or None, as far as this rank knows."""
-    return _uncovered_on_all_ranks(layer, megatron) or _replaced_methods(layer)
+    return _uncovered_on_all_ranks(layer, megatron) or _reason_of_rank(layer)
 
 
 def _uncovered_on_all_ranks(layer: Any, megatron: Megatron) -> str | None:
@@ -213,8 +222,8 @@ def _measured_as_fast(layer: Any, megatron: Megatron, x: torch.Tensor) -> bool:
     """Tell whether groups gained nothing when they were measured, and no shared expert can be hidden."""
     if layer.shared_expert_overlap or _hides_shared_expert(layer):
         return False
-    problem = experts_problem(x, layer.num_local_experts, _expert_group(layer))
-    return megatron.part_groups.keeps_original(problem, _expert_group(layer))
+    exchange = experts_exchange(x, layer.num_local_experts, _expert_group(layer))
+    return megatron.decider.keeps_original(exchange, _expert_group(layer))
 
 
 def _all_ranks(layer: Any) -> dist.ProcessGroup:
@@ -275,6 +284,23 @@ def _hides_shared_expert(layer: Any) -> bool:
     return not getattr(layer.shared_experts, "use_shared_expert_gate", False)
 
 
+def _reason_of_rank(layer: Any) -> str | None:
+    """Return the reason why the original must run that this rank alone may have, or None."""
+    return _replaced_methods(layer) or common_tensor(layer) or _unused_parameters(layer)
+
+
+_SEARCHED: WeakSet[Any] = WeakSet()
+"""Layers that torch's DDP has called while it looks for unused parameters: a checkpoint runs them again without it."""
+
+
+def _unused_parameters(layer: Any) -> str | None:
+    """Return that torch's DDP looks for unused parameters in the graph, which has none of the experts', or None."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is not None and getattr(ddp, "find_unused_parameters", False):
+        _SEARCHED.add(layer)
+    return "torch's DDP looks for unused parameters (find_unused_parameters)" if layer in _SEARCHED else None
+
+
 def _replaced_methods(layer: Any) -> str | None:
     """Return which method of Megatron-core another package has replaced, or None."""
     for part, home in ((layer, MODULE), (layer.token_dispatcher, DISPATCHERS)):
@@ -287,7 +313,7 @@ def _replaced_methods(layer: Any) -> str | None:
 
 @functools.cache
 def _watched_methods(kind: type, home: str) -> WatchedNames[str | None]:
-    """Return what names the first of a class's repeated methods that is another package's; None: there is none."""
+    """Watch the repeated methods of a class: the name of the first that another package replaced, or None."""
 
     def foreign() -> str | None:
         for name in REPEATED[kind.__name__]:
@@ -307,17 +333,17 @@ def _is_of_megatron(function: Function) -> bool:
 class OverlappedCall:
     """A call of an MoELayer: the parts that Megatron-core's own forward calls in place of the layer's."""
 
-    def __init__(self, layer: Any, megatron: Megatron, group: dist.ProcessGroup, settings: Settings) -> None:
+    def __init__(self, layer: Any, megatron: Megatron, group: dist.ProcessGroup, known: Known) -> None:
         """Prepare a call of `layer`, whose experts are on the ranks of `group`."""
-        self._layer, self._megatron, self._group, self._settings = layer, megatron, group, settings
-        self._shared_x: torch.Tensor | None = None
+        self._layer, self._megatron, self._group, self._known = layer, megatron, group, known
+        self._shared_x: ReadersApart | None = None
         self._shared_output: torch.Tensor | None = None
         self._split: SplitExperts | None = None
         self._dispatcher: Any = layer.token_dispatcher  # as it is after the permutation
         self.overlay = AttributeOverlay(layer, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
-        """Return what Megatron-core's forward finds in place of the layer's attributes, by version."""
+        """Return the attributes that Megatron-core's forward finds in place of the layer's, by version."""
         layer = self._layer
         if not _has_parts(layer):
             methods = {"token_permutation": self._permute, "token_unpermutation": self._unpermute}
@@ -345,7 +371,7 @@ class OverlappedCall:
         permuted: tuple[Any, ...] = type(dispatcher).token_permutation(self._alone, hidden_states, probs, routing_map)
         if _hides_shared_expert(layer):
             # Made last, so that its gradient reaches hidden_states first, as that of the shared expert in 0.12 does.
-            self._shared_x = hidden_states.view_as(hidden_states)
+            self._shared_x = ReadersApart(hidden_states)
         return permuted
 
     def _permuted_experts(self, rows: torch.Tensor, _: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -366,14 +392,14 @@ class OverlappedCall:
         return rows, probs
 
     def _shared_expert(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Return what stands for the shared expert's result until the experts run, or the result."""
+        """Return the shared expert's result, or its input if it runs under the experts' exchange."""
         layer = self._layer
         if not _hides_shared_expert(layer):
             result: torch.Tensor | None = _shared_experts_compute(layer)(hidden_states)
             return result
-        # The gradient of this view reaches hidden_states when that of Megatron's shared expert does.
-        self._shared_x = hidden_states.view_as(hidden_states)
-        return self._shared_x
+        # Gradients of its readers reach hidden_states when those of Megatron's shared expert do.
+        self._shared_x = ReadersApart(hidden_states)
+        return self._shared_x.x
 
     def _all_experts(self, rows: torch.Tensor, probs: torch.Tensor, residual: torch.Tensor) -> tuple[Any, ...]:
         layer = self._layer
@@ -388,17 +414,20 @@ class OverlappedCall:
         layer, megatron = self._layer, self._megatron
         state = dict(vars(layer.token_dispatcher))
         counts, self._split = row_counts(self._dispatcher)
-        megatron.confirm(_all_ranks(layer))()
-        settings = self._measured(rows, probs, counts)
-        if megatron.verifier is None or not _has_parts(layer):
-            if megatron.verifier is not None:
-                LEDGER.note("experts of megatron-core below 0.13 are not checked: their exchange cannot run by itself")
-            return self._exchange(rows, probs, counts, settings)
-        checked = self._checked(rows, probs, counts, settings, state)
-        output: torch.Tensor = megatron.verifier.run(checked)
+        call = CoveredCall(
+            layer=layer,
+            group=self._group,
+            device=rows.device,
+            agreeing=_all_ranks(layer),
+            decide=functools.partial(self._measured, rows, probs, counts),
+            ours=lambda known, _: self._exchange(rows, probs, counts, known),
+            theirs=None,  # that was decided before Megatron-core's forward began
+            checked=functools.partial(self._checked, rows, probs, counts, state),
+        )
+        output: torch.Tensor = run_covered(megatron, call)
         return output
 
-    def _exchange(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings) -> torch.Tensor:
+    def _exchange(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, known: Known) -> torch.Tensor:
         layer = self._layer
         shared = None
         if self._shared_x is not None:
@@ -407,33 +436,42 @@ class OverlappedCall:
         elif layer.shared_expert_overlap:
             shared = _shared_expert_in_parts(layer.shared_experts)
         out, self._shared_output = run_experts(
-            rows, counts, self._local(), group=self._group, settings=settings, probs=probs, shared=shared
+            rows,
+            counts,
+            self._local(),
+            group=self._group,
+            settings=self._megatron.settings,
+            known=known,
+            probs=probs,
+            shared=shared,
         )
         if layer.shared_expert_overlap:
             layer.shared_experts.cached_fc2_output = self._shared_output
             layer.shared_experts.post_forward_comm()
         return out
 
-    def _measured(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts) -> Settings:
-        """Return the settings of the exchange; with COC_PARALLEL_NUM=auto those that were measured."""
+    def _measured(self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts) -> Known:
+        """Decide the groups of the exchange: with COC_PARALLEL_NUM=auto by measuring it."""
         if _writes_main_grad(self._layer):  # copies have none
-            return self._settings
-        problem = experts_problem(rows, counts.experts, self._group)
+            return self._known
+        exchange = experts_exchange(rows, counts.experts, self._group)
         copies = functools.partial(self._local, copied=True)
-        trial = functools.partial(pass_on_copies, rows, counts, copies, self._group, probs=probs)
+        trial = functools.partial(
+            pass_on_copies, rows, counts, copies, self._group, self._megatron.settings, probs=probs
+        )
         in_turn = functools.partial(trial, None)
         together = None if self._split is None else _all_ranks(self._layer)
-        chunks = self._megatron.part_groups.chunks_for(problem, self._group, trial, in_turn, rows.device, together)
-        return chunks.settings if chunks.reason else self._settings  # without a reason nothing was measured
+        decider = self._megatron.decider
+        return decider.known_of_exchange(exchange, self._group, trial, in_turn, rows.device, self._known, together)
 
     def _local(self, *, copied: bool = False) -> LocalExperts:
         """Return the layer's experts; copied: with weights of the same values that get gradients of their own."""
-        experts = self._layer.experts
+        experts, fused = self._layer.experts, bool(self._layer.config.gradient_accumulation_fusion)
         if weights := weights_of(experts):
             weights = [_copy(weight) for weight in weights] if copied else weights
-            return LocalExperts(run=self._run_group, weights=weights, whole_backward=True)
+            return LocalExperts(run=self._run_group, weights=weights, whole_backward=True, runs_once=fused)
         if not copied:
-            return LocalExperts(run=self._run_group, parameters=[*experts.parameters()])
+            return LocalExperts(run=self._run_group, parameters=[*experts.parameters()], runs_once=fused)
         copies = {name: _copy(parameter) for name, parameter in experts.named_parameters()}
         run = functools.partial(self._run_group, parameters=copies)
         return LocalExperts(run=run, parameters=[*copies.values()])
@@ -461,11 +499,21 @@ class OverlappedCall:
         return y if split is None else split.sum(own, y)
 
     def _checked(
-        self, rows: torch.Tensor, probs: torch.Tensor, counts: RowCounts, settings: Settings, state: Mapping[str, Any]
-    ) -> CheckedCall:
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        counts: RowCounts,
+        state: Mapping[str, Any],
+        known: Known,
+        run: Run,
+    ) -> CheckedCall | None:
         """Return the exchange beside Megatron-core's own, on the dispatcher's `state` of this call."""
         layer, dispatcher = self._layer, self._layer.token_dispatcher
-        choice = exchange_choice(rows, counts.experts, self._group, settings)
+        if not _has_parts(layer):
+            LEDGER.note("experts of megatron-core below 0.13 are not checked: their exchange cannot run by itself")
+            return None
+        exchange = experts_exchange(rows, counts.experts, self._group)
+        decision = decided_exchange(exchange, self._group, self._megatron.settings, known)
 
         parameters = dict(layer.experts.named_parameters())
         compared = {name: parameter for name, parameter in parameters.items() if not parameter._backward_hooks}
@@ -487,10 +535,10 @@ class OverlappedCall:
             group=self._group,
             operands={"input": rows, "probabilities": probs, **compared},
             inside=frozenset() if weights_of(layer.experts) else frozenset(compared),
-            run=lambda _: self._exchange(rows, probs, counts, settings),
+            run=run,
             results=lambda output: {"output": output},
             original=original,
-            operators=lambda: lambda direction: f"Its {direction} ran {name_of(choice.problem)} in {choice.sizes}",
+            operators=lambda: lambda direction: f"Its {direction} ran {decision.call.in_words} in {decision.sizes}",
         )
 
     def _combine(self, output: torch.Tensor, *shared: torch.Tensor | None) -> torch.Tensor:
@@ -504,7 +552,8 @@ class OverlappedCall:
 
     def _result_of(self, shared: torch.Tensor | None) -> torch.Tensor | None:
         """Return the shared expert's result in place of what stood for it."""
-        return self._shared_output if shared is not None and shared is self._shared_x else shared
+        stands_for_it = self._shared_x is not None and shared is self._shared_x.x
+        return self._shared_output if stands_for_it else shared
 
     def _combining(self) -> Any:
         """Return an overlay of the layer whose dispatcher sends nothing back."""

@@ -12,6 +12,7 @@ from ascend_parallel.patches import megatron
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch, OnTop
 from ascend_parallel.patches.megatron.built_classes import BuiltClasses, replaced_classes
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload.frameworks import MEGATRON
 
 
 class MegatronPatches(AppliedPatches):
@@ -47,14 +48,8 @@ class MegatronPatches(AppliedPatches):
 
 def framework_patch(*others: OnTop) -> FrameworkPatch:
     """Return Megatron-core as a framework, with the patches of `others`."""
-    return FrameworkPatch(
-        name="megatron",
-        title="megatron-core",
-        module=megatron.LAYERS,
-        make=lambda settings: MegatronPatches(settings, others),
-        on_top=tuple(other.module for other in others),
-        imported_by_apply=True,
-    )
+    modules = tuple(other.module for other in others)
+    return FrameworkPatch.of(MEGATRON, lambda settings: MegatronPatches(settings, others), on_top=modules)
 
 
 def _has_file(name: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
@@ -58,7 +57,7 @@ class Megatron(Framework):
         self.layers = layers
         self.version = version
         self._originals = Originals(layers)
-        self._layouts = KnownLayouts()
+        self._layouts = KnownLayouts(settings.arithmetic.fixed_tiles)
         self._compared: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
         self._compared_as_replaced = False  # whether ranks of any group have what communicates replaced
         # Since 0.13 layers hold their group, mappings take a group, and forward reads main_grad.
@@ -134,21 +133,21 @@ class Megatron(Framework):
         return uncovered_layer(layer, self.version)
 
     def replaced(self, layer: Any) -> str | None:
-        """Return what was replaced behind `layer`, on this rank at least, or None."""
+        """Name a function behind `layer` that was replaced, on this rank at least; None: there is none."""
         text = self._originals.look().function or self._originals.replaced_impl(layer)
         return f"what it computes was replaced: {text}" if text else None
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks: what communicates."""
+        """Return the functions that communicate: they must be the same on all ranks."""
         return {"what communicates behind megatron-core's layers": self._communicates() or "its own"}
 
     def _communicates(self) -> str | None:
-        """Return what was replaced and communicates, or may: below 0.13 functions know their group by themselves."""
+        """Name a replaced function that communicates, or may: below 0.13 functions know their group by themselves."""
         replaced = self._originals.look()
         return replaced.collective if self.groups_handed_down else replaced.function
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Return what compares settings, and what communicates, before ranks communicate."""
+        """Return a function that compares settings, and the functions that communicate; call it before they do."""
         compare = super().confirm(group)
 
         def confirm() -> None:
@@ -158,37 +157,34 @@ class Megatron(Framework):
 
         return confirm if group not in self._compared else compare
 
-    def computes_itself(self, layer: Any) -> bool:
-        """Tell whether the original runs inside the collectives of the overlapped layer: a function was replaced.
+    def replacement(self, layer: Any) -> tuple[str | None, str | None]:
+        """Name the function that communicates in place of Megatron-core's own, and the one that multiplies.
 
-        Called after `left_to_replaced`, which has looked.
+        Because of the first, on all ranks alike, the original runs; the second, on this rank maybe alone, runs inside
+        the collectives of the overlapped layer. Raises `DisagreementError` if ranks differ, and `ConflictError` for
+        what has changed since they were compared.
         """
-        text = self._originals.latest.function or self._originals.replaced_impl(layer)
-        if text is not None:
-            self.log_replaced(layer, f"what it computes was replaced: {text}")
-        return text is not None
+        replaced, handed_down = self._originals.look(), self.groups_handed_down
+        communicates = replaced.collective if handed_down else replaced.function
+        if communicates is not None or self._compared_as_replaced:  # as in the groups whose ranks were compared
+            self._refuse_changed(self.group_of(layer), communicates)
+        multiplies = replaced.function or self._originals.replaced_impl(layer)
+        if communicates is None and multiplies is None:
+            return None, None
+        text = f"what it computes was replaced: {communicates or multiplies}"
+        return (text, None) if communicates is not None or not handed_down else (None, text)
 
-    def left_to_replaced(self, layer: Any) -> str | None:
-        """Return what communicates in place of Megatron-core's own functions, on all ranks alike, or None.
-
-        Raises `DisagreementError` if ranks differ, and `ConflictError` for what has changed since they were compared.
-        """
-        replaced = self._originals.look()
-        text = replaced.collective if self.groups_handed_down else replaced.function
-        if text is None and not self._compared_as_replaced:  # as in the groups whose ranks were compared
-            return None if self.groups_handed_down else self.replaced(layer)
-        group = self.group_of(layer)
-        if group in self._compared and self._compared[group] != text:
+    def _refuse_changed(self, group: dist.ProcessGroup, communicates: str | None) -> None:
+        """Raise `ConflictError` if what communicates on a group has changed; ranks compare it at the first time."""
+        if group in self._compared and self._compared[group] != communicates:
             own = "all functions are megatron-core's own"
             raise ConflictError(
-                f"on rank {dist.get_rank()} {text or own} since the ranks were compared, "
+                f"on rank {dist.get_rank()} {communicates or own} since the ranks were compared, "
                 f"when {self._compared[group] or own}: replace what communicates before the first step, or call "
                 "ascend_parallel.configure() on every rank afterwards"
             )
-        if text is not None:
+        if communicates is not None:
             self.confirm(group)()
-            return f"what it computes was replaced: {text}"
-        return None if self.groups_handed_down else self.replaced(layer)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` for features of Megatron-core that exclude overlap."""
@@ -204,8 +200,8 @@ class Megatron(Framework):
         """Return the shape of a call; an int8 weight is not tuned."""
         return super().shape_of(layer, kind, x, weight, **options) if isinstance(weight, torch.Tensor) else None
 
-    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
-        """Return the shape that a call of `layer` will have beside `problem`, or None.
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, matmul: Matmul) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `matmul`, or None.
 
         Read from its features: the weight of an output layer may be the embedding's, which the model gives it.
         """
@@ -216,16 +212,16 @@ class Megatron(Framework):
             return None
         if not column:
             features = layer.input_size_per_partition, layer.output_size
-            return LayerShape.beside(problem, ROW, *features, layer.sequence_parallel)
+            return LayerShape.beside(matmul, ROW, *features, layer.sequence_parallel)
         features = layer.input_size, layer.output_size_per_partition
         return LayerShape.beside(
-            problem, COLUMN, *features, layer.sequence_parallel, reduce_input_grad=_sums_input_grad(layer)
+            matmul, COLUMN, *features, layer.sequence_parallel, reduce_input_grad=_sums_input_grad(layer)
         )
 
     def call_key(
         self, layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None = None
     ) -> tuple[Hashable, ...] | None:
-        """Return what `chunks_for` reads of a call, in plain values; None: it is not noted.
+        """Return the plain values of a call that `prepare` reads; None: the call is not noted.
 
         That is what the tuner distinguishes, and what `equals_original` and `with_options` look at. given: the weight
         that the caller gives a column layer. A weight that is computed at each read is not noted.
@@ -271,10 +267,10 @@ class Megatron(Framework):
         """Return a context in which an original layer uses another global buffer than the run."""
         return lent_buffer()
 
-    def with_options(self, layer: Any, chunks: Chunks) -> Chunks:
-        """Return what cuts a call; Megatron's deterministic_mode has the effect of COC_DETERMINISTIC=1 at least."""
-        asked = layer.config.deterministic_mode and not chunks.settings.deterministic
-        return _deterministic(chunks.settings) if asked else chunks
+    def with_options(self, layer: Any, known: Known) -> Known:
+        """Add deterministic_mode to `known`: it has the effect of COC_DETERMINISTIC=1 at least."""
+        asked = layer.config.deterministic_mode and not self.settings.deterministic
+        return known._replace(deterministic=True) if asked else known
 
 
 def make_column_forward(original: OriginalForward, megatron: Megatron) -> Function:
@@ -290,16 +286,19 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_, weight, runtime_gather_output)
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
-        used, reason = weight, megatron.left_alone(self)
+        used, reason, multiplies = weight, megatron.left_alone(self), None
         if reason is None:  # a parametrised weight is recomputed at each read: it is read once
             used, given, version = self.weight if weight is None else weight, weight is not None, megatron.version
             reason = uncovered_column(self, used, given=given, gathers_output=gathers, version=version)
-            reason = reason or megatron.left_to_replaced(self)
+        if reason is None:
+            reason, multiplies = megatron.replacement(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_, weight, runtime_gather_output)
         assert used is not None
-        own_matmul = megatron.computes_itself(self)
+        if multiplies is not None:
+            megatron.log_replaced(self, multiplies)
+        own = original if key is None else functools.partial(_left_whole, megatron, key, original)
         call = LinearCall(
             layer=self,
             kind="column",
@@ -307,19 +306,20 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             weight=used,
             bias=None if self.skip_bias_add else self.bias,
             parameter=used,
-            original=functools.partial(original, self, weight=used, runtime_gather_output=runtime_gather_output),
+            original=functools.partial(own, self, weight=used, runtime_gather_output=runtime_gather_output),
             added=True,
             sequence_dim=0 if self.sequence_parallel else None,
             finish=functools.partial(_column_output, megatron, self, gathers),
-            own_matmul=functools.partial(_own_column, original, self, used) if own_matmul else None,
+            own_matmul=None if multiplies is None else functools.partial(_own_column, original, self, used),
             reduce_input_grad=_sums_input_grad(self),
             parts=parts_of(self, used),
-            weight_gradient=functools.partial(_column_gradient, megatron, self, used, None if own_matmul else input_),
-            call_key=key,
+            weight_gradient=functools.partial(
+                _column_gradient, megatron, self, used, input_ if multiplies is None else None
+            ),
         )
         if megatron.verifier is not None:
-            own = functools.partial(original, runtime_gather_output=runtime_gather_output)
-            call.beside = functools.partial(beside_original, original=own)
+            by_original = functools.partial(original, runtime_gather_output=runtime_gather_output)
+            call.beside = functools.partial(beside_original, original=by_original)
         output: Output = run_linear(megatron, call)
         return output
 
@@ -338,13 +338,17 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_)
-        reason = megatron.left_alone(self) or megatron.left_to_replaced(self)
+        reason, multiplies = megatron.left_alone(self), None
+        if reason is None:
+            reason, multiplies = megatron.replacement(self)
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, input_)
         int8 = int8_weight(self) if "parametrizations" in self._modules else None
-        own_matmul = megatron.computes_itself(self) and int8 is None
+        if multiplies is not None:
+            megatron.log_replaced(self, multiplies)
         weight: Any = self.weight if int8 is None or megatron.verifier is not None else None
+        own = original if key is None else functools.partial(_left_whole, megatron, key, original)
         call = LinearCall(
             layer=self,
             kind="row",
@@ -352,17 +356,16 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             weight=weight if int8 is None else int8,
             bias=None,
             parameter=weight,
-            original=functools.partial(original, self),
+            original=functools.partial(own, self),
             sequence_dim=0 if self.sequence_parallel else None,
             enter=None if self.input_is_parallel else functools.partial(_scattered, megatron, self),
             finish=functools.partial(_row_output, megatron, self),
-            own_matmul=functools.partial(_own_row, original, self) if own_matmul else None,
+            own_matmul=None if multiplies is None or int8 is not None else functools.partial(_own_row, original, self),
             weight_gradient=functools.partial(megatron.weight_gradient, self, weight) if int8 is None else None,
-            call_key=key,
         )
         if megatron.verifier is not None:
-            own: OriginalForward = lambda layer, x, _: original(layer, x)  # noqa: E731
-            call.beside = functools.partial(beside_original, original=own)
+            by_original: OriginalForward = lambda layer, x, _: original(layer, x)  # noqa: E731
+            call.beside = functools.partial(beside_original, original=by_original)
         output: Output = run_linear(megatron, call)
         return output
 
@@ -407,15 +410,23 @@ def _installed(
     return forward
 
 
+def _left_whole(
+    megatron: Megatron, key: Hashable, original: OriginalForward, layer: Any, x: torch.Tensor, **options: Any
+) -> Output:
+    """Run Megatron-core's own forward, and note that calls with this key are left to it."""
+    megatron.decider.note_left_whole(megatron.group_of(layer), key)
+    return original(layer, x, **options)
+
+
 def _column_output(megatron: Megatron, layer: Any, gathers: bool, y: torch.Tensor) -> Output:
-    """Return what a column layer returns: its features gathered if asked to, and the bias that others add."""
+    """Return the output of a column layer, its features gathered if asked to, and the bias that others add."""
     if gathers:
         y = megatron.region("gather_from_tensor_model_parallel_region", y, megatron.group_of(layer))
     return y, layer.bias if layer.skip_bias_add else None
 
 
 def _row_output(megatron: Megatron, layer: Any, y: torch.Tensor) -> Output:
-    """Return what a row layer returns: the sum with the bias, or beside it."""
+    """Return the output of a row layer: the sum with the bias, or beside it."""
     bias = layer.bias
     if bias is not None and megatron.settings.arithmetic.sums_shared_rows:
         bias = row_blocks(layer, megatron.group_of(layer)).expand(bias, y)
@@ -469,8 +480,3 @@ def _alone(layer: Any, **changed: Any) -> AttributeOverlay:
     parts = {"tp_group": _OneRank(), "sequence_parallel": False, "allreduce_dgrad": False, "disable_grad_reduce": True}
     config = AttributeOverlay(layer.config, defer_embedding_wgrad_compute=False)
     return AttributeOverlay(layer, config=config, **parts, **changed)
-
-
-@functools.lru_cache(maxsize=64)
-def _deterministic(settings: Settings) -> Chunks:
-    return Chunks(replace(settings, deterministic=True), "deterministic_mode of Megatron-core")

@@ -23,7 +23,8 @@ def uncovered_layer(layer: Any, version: tuple[int, ...]) -> str | None:
         return f"its weight is sharded again by weight rematerialisation (gtp_remat_size {layer.gtp_remat_size})"
     if held.get("output_dtype") is not None:
         return f"its matmul has an output dtype of its own (output_dtype {layer.output_dtype})"
-    if version >= FSDP_BUFFER and (reason := _fsdp_gradient(layer, layer._parameters.get("weight"))):
+    may_write = version >= FSDP_BUFFER and layer.gradient_accumulation_fusion
+    if may_write and (reason := _fsdp_gradient(layer, layer._parameters.get("weight"))):
         return reason
     offloading = layer.config._cpu_offloading_context
     if offloading is not None and offloading.inside_context and layer.config.cpu_offloading:

@@ -91,7 +91,7 @@ class MegatronWeightGradient(WeightGradient):
         return _dummy(weight, x_m)
 
     def parts(self) -> GradientParts:
-        """Return what sums the gradient part by part; with fusion every part is added to main_grad."""
+        """Return the function that sums the gradient part by part; with fusion every part is added to main_grad."""
         if not self._fused:
             return super().parts()
         self._place_main_grad()

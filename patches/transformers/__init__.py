@@ -1,8 +1,11 @@
 """Hugging Face transformers: layers of a `tp_plan`, experts of an `ep_plan` and shared attention.
 
+attention  the implementation of attention that COC_DETERMINISTIC=invariant needs
+invariant  what else it asks of a model, at each call
 layers   the forward that is installed on each linear layer, and which layers and calls it covers
 experts  the replaced call of a module of experts, and which modules it covers
-context  attention of a sequence that ranks share, run inside the model's own attention implementation
+context  attention of a sequence that ranks share, run inside the model's own attention implementation:
+         its mask (sequence_mask), the proof of a model (context_proof), and what its forward refuses (shared_forward)
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from ascend_parallel.patches.base import Patch, PatchSet, in_range
 from ascend_parallel.patches.dtensor_linear import InstalledLayers
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
-from ascend_parallel.patches.transformers import experts
+from ascend_parallel.patches.transformers import attention, experts, invariant
 from ascend_parallel.patches.transformers.context import ContextParallel, context_parallel
 from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH, install_forward, install_head_norm
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload import frameworks
 
 __all__ = ["ContextParallel", "context_parallel", "on_one_rank", "patches"]
 
-MODULE = "transformers.distributed.tensor_parallel"
+MODULE = frameworks.TRANSFORMERS.module
 VERSIONS = ">=5.16,<5.24"
 NEWEST = "5.23.0"
 
@@ -35,10 +39,26 @@ NEWEST = "5.23.0"
 def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the installed transformers."""
     version = importlib.metadata.version("transformers")
-    framework = InstalledLayers(settings, "transformers", version, ACTIVE_PATCH)
+    framework = Transformers(settings, "transformers", version, ACTIVE_PATCH)
     # Older versions exchange no rows, or in another way.
     others = {"experts of transformers": experts_patch_set()} if in_range(version, experts.VERSIONS) else {}
-    return AppliedPatches("transformers", version, patch_set(), framework, others)
+    on_top = [attention.REGISTRIES, invariant.CALLS]
+    return AppliedPatches("transformers", version, patch_set(), framework, others, on_top=on_top)
+
+
+class Transformers(InstalledLayers):
+    """The installed transformers; with COC_DETERMINISTIC=invariant it has an implementation of attention too."""
+
+    def put_in_force(self) -> None:
+        """Have installed forwards run with these settings."""
+        super().put_in_force()
+        if self.settings.arithmetic.fixed_tiles:
+            attention.register()
+
+    def put_out_of_force(self) -> None:
+        """Have installed forwards run transformers' own."""
+        super().put_out_of_force()
+        attention.unregister()
 
 
 def patch_set() -> PatchSet:
@@ -70,7 +90,9 @@ def on_one_rank(model: Any) -> Any:
     styles = importlib.import_module(MODULE)
     mesh = init_device_mesh(next(model.parameters()).device.type, (1,), mesh_dim_names=("tp",))
     with _each_its_own(model):
-        return styles.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
+        plan = dict(model.tp_plan)
+        expand = getattr(model, "_expand_parallel_plan", lambda own: own)  # transformers 5.23 has it
+        return styles.apply_tensor_parallelism(model, mesh, expand(plan))
 
 
 @contextmanager
@@ -113,10 +135,4 @@ def experts_patch_set() -> PatchSet:
     return PatchSet("transformers", experts.VERSIONS, [noted, called], newest=NEWEST)
 
 
-TRANSFORMERS = FrameworkPatch(
-    name="transformers",
-    title="transformers",
-    module=MODULE,
-    make=patches,
-    before=("transformers.integrations.tensor_parallel",),
-)
+TRANSFORMERS = FrameworkPatch.of(frameworks.TRANSFORMERS, patches, on_top=[attention.MODELS])

@@ -6,9 +6,10 @@ sequences of a rank's heads; or it gathers keys and values in groups, and calls 
 are then two pieces of the sequence, so that causal masks give all ranks as much. `ContextParallel.cut` gives each rank
 its part of a batch.
 
-The mask is that of the whole sequence, made by transformers' own functions: the positions and the padding of all ranks
-are gathered once in each forward of the model. Written against transformers 5.18 to 5.23, masking_utils.py and
-modeling_utils.py.
+Positions, masks and losses are the model's own: `prove` (context_proof.py) runs the model on drawn tokens, whole and
+shared, before its first batch, and what does not give the same numbers is refused. `SharedForward` (shared_forward.py)
+stands before the model's forward, and refuses there what was not proved. The mask is that of the whole sequence
+(sequence_mask.py). Written against transformers 5.18 to 5.23, masking_utils.py and modeling_utils.py.
 """
 
 from __future__ import annotations
@@ -18,37 +19,47 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
-import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.ops.head_exchange import HeadGroup
-from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, in_sequence, pieces_of
-from ascend_parallel.overlap.context import attend_pieces
-from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, pieces_of
+from ascend_parallel.overlap.context import attend_pieces, run_attention
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
-from ascend_parallel.patches.exchanged_attention import exchanged_attention, gathered, log_exchange
+from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
+from ascend_parallel.patches.transformers.context_proof import (
+    IGNORED,
+    SHIFTED,
+    Proof,
+    all_came,
+    can_run,
+    failures_announced,
+    prove,
+)
 from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
+from ascend_parallel.patches.transformers.sequence_mask import SequenceMask, Share, is_causal
+from ascend_parallel.patches.transformers.shared_forward import SharedForward
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
-from ascend_parallel.settings import current_settings
+from ascend_parallel.settings import Settings, current_settings
 
 VERSIONS = ">=5.18,<5.24"
 NAME = "ascend_parallel"
 GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of some rows
-IGNORED = -100  # the label of a token that has no loss
 # What some models give their attention beside the mask, for each head or each token of a rank.
 NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 
+LAYER_DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_dropout")
 # Whether attention runs on what this rank has, as in `generate`.
 _WHOLE: ContextVar[bool] = ContextVar("whole sequences", default=False)
 
@@ -60,6 +71,9 @@ def context_parallel(
 
     model
         A decoder (or encoder) of text, as it was loaded: its attention implementation stays the one that computes.
+        It is run on drawn tokens, whole and shared, without a trace, and must give the same numbers. A model that
+        cannot run yet (on the meta device, with other weights on each rank, its layers sharded and itself not) is
+        proved by the first `cut`.
     group
         The ranks that share a sequence; None: all ranks.
     exchange
@@ -67,11 +81,18 @@ def context_parallel(
         tokens. None: heads where each rank gets as many heads of keys, else what sends less.
 
     ``generate`` runs on whole sequences of each rank. Raises `ValueError` if the model or its heads cannot be shared by
-    the ranks, `DegreeError` with COC_DETERMINISTIC=tp, `PatchError` for a version of transformers that is not known.
+    the ranks, or gives other numbers where they do, `DisagreementError` if a rank has another exchange, fails alone or
+    never comes, `DegreeError` with COC_DETERMINISTIC=tp, `PatchError` for a version of transformers that is not known.
     """
     own = group or dist.group.WORLD
     if own is None:
         raise ValueError("context_parallel: torch.distributed is not initialised")
+    with failures_announced(own):
+        return _share(model, own, exchange)
+
+
+def _share(model: Any, own: dist.ProcessGroup, exchange: str | None) -> ContextParallel:
+    """Have the ranks of a group share a model's sequences, as `context_parallel` does."""
     current_settings().arithmetic.refuse("context_parallel: context parallelism has no tree")
     _refuse(model)
     (queries, keys), implementation = _heads_of(model), model.config._attn_implementation
@@ -87,7 +108,7 @@ def context_parallel(
         )
     if own.rank() == 0:
         log_exchange("context_parallel", way, why, asked=exchange is not None)
-    context = ContextParallel(own, implementation, way)
+    context = ContextParallel(own, implementation, way, model)
     masks, attentions = _interfaces()
     masks.register(context.name, context.mask)
     attentions.register(context.name, context.attend)
@@ -97,7 +118,22 @@ def context_parallel(
         name = f"{generating[0].__module__}.{generating[0].__name__}"
         _generate_patch(name).apply(importlib.metadata.version("transformers"))
     model.set_attn_implementation(context.name)
+    forward = SharedForward.install(model, context)
+    try:
+        if can_run(model, own):
+            context.proof = prove(model, context)
+    except Exception:
+        forward.remove()
+        model.set_attn_implementation(context.implementation)
+        raise
     return context
+
+
+def _context_named(name: str) -> ContextParallel | None:
+    """Return the context of this process whose attention implementation has this name."""
+    _, attentions = _interfaces()
+    context = getattr(attentions._global_mapping.get(name), "__self__", None)
+    return context if isinstance(context, ContextParallel) else None
 
 
 def _is_named(kind: type) -> bool:
@@ -141,6 +177,12 @@ def _refuse(model: Any) -> None:
                 f"context_parallel: {kind} has {name}={getattr(config, name)}; only 0 is allowed, because the elements "
                 "that are dropped would depend on the ranks"
             )
+    for name in LAYER_DROPOUT:
+        if getattr(config, name, 0):
+            raise ValueError(
+                f"context_parallel: {kind} has {name}={getattr(config, name)}; only 0 is allowed, because ranks would "
+                "drop other layers, and wait for each other"
+            )
 
 
 class ContextParallel:
@@ -154,11 +196,21 @@ class ContextParallel:
         The name under which transformers finds this one.
     exchange
         "heads" or "gather".
+    proof
+        What was proved of the model, and what was not.
+    attended
+        How many exchanges have run.
+    causal
+        Whether all masks that were asked for during a proof were causal.
     """
 
-    def __init__(self, group: dist.ProcessGroup, implementation: str, exchange: str = HEADS) -> None:
+    def __init__(self, group: dist.ProcessGroup, implementation: str, exchange: str, model: Any) -> None:
         """Take a name of its own: models may be shared by different groups."""
         self.group, self.implementation, self.exchange = group, implementation, exchange
+        self.proof, self.attended, self.proving, self.causal = Proof(), 0, False, True
+        self._model, self._share = weakref.ref(model), Share()
+        self._batches = WeakIdKeyDictionary()  # digests of whole batches, by the tensors that cut made of them
+        self._at_documents: set[torch.Size] = set()  # shapes of parts that were cut where documents begin
         _, attentions = _interfaces()
         if (before := getattr(attentions._global_mapping.get(implementation), "__self__", None)) is not None:
             self.implementation = before.implementation  # the model has been made context parallel before
@@ -166,9 +218,56 @@ class ContextParallel:
         self.name = f"{NAME}_{taken + 1}" if taken else NAME
         self._same_batch = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name: another process has no context of this name, or its own."""
+        return _context_named, (self.name,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return itself: a copy of a model has the same ranks."""
         return self
+
+    def prove(self) -> None:
+        """Prove now what the numbers rely on, unless that has been done; every rank of the group calls it.
+
+        Raises `ValueError` if the model cannot run, or if ranks that share a sequence give other numbers,
+        `DisagreementError` if another rank fails alone.
+        """
+        model = self._model()
+        if not self.proof.done and model is not None:
+            with failures_announced(self.group):
+                self.proof = prove(model, self)
+
+    @contextmanager
+    def trial(self, proof: Proof) -> Iterator[None]:
+        """Run the model's forward as a part of a proof in this context, with what `proof` assumes."""
+        before, implementation = self.proof, self.implementation
+        self.proof, self.proving = proof, True
+        if implementation == "flex_attention":  # is compiled anew for each shape and mask
+            self.implementation = "sdpa"
+        try:
+            yield
+        finally:
+            self.proof, self.implementation, self.proving = before, implementation, False
+
+    @contextmanager
+    def sharing(self, share: Share) -> Iterator[None]:
+        """Hand masks that are made in this context what the forward knows of this rank's part."""
+        before, self._share = self._share, share
+        try:
+            yield
+        finally:
+            self._share = before
+
+    def share_of(self, input_ids: Any, position_ids: Any, graded: int) -> Share:
+        """Return the share of a forward that is given these tensors."""
+        given = [x for x in (position_ids, input_ids) if isinstance(x, torch.Tensor)]
+        return Share(
+            positions=position_ids,
+            batch=next((self._batches[x] for x in given if x in self._batches), None),
+            graded=graded,
+            at_documents=bool(given) and given[0].shape in self._at_documents,
+            packs=self.proof.packs,
+        )
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -194,37 +293,55 @@ class ContextParallel:
         attention_mask      [B, S] or None: 0 where a sequence is padded
         position_ids        [B, S] or None: positions that begin again at 0 separate documents (use_cache=False)
 
-        A sequence that is no multiple of the ranks is padded at its end, with tokens that have no label and, if there
-        is an attention_mask, that nobody reads. Where keys are gathered a rank has two pieces of 2 R, number i and
-        2 R - 1 - i, and the sequence is padded to a multiple of 2 R. The model's loss is this rank's share: the sum
-        over the ranks is the mean over all labels. So gradients are to be summed over the ranks; where they are
-        averaged, multiply the loss by the number of ranks. Raises `ValueError` for other shapes, `DisagreementError`
-        if the ranks' first batches differ.
+        A sequence that is no multiple of the ranks is padded at its end, with tokens that have no label, and that
+        nobody reads: those before them read on in causal models, others get an attention_mask. Where keys are gathered
+        a rank has two pieces of 2 R, number i and 2 R - 1 - i, and the sequence is padded to a multiple of 2 R. The
+        model's loss is this rank's share: the sum over the ranks is the mean over all labels. So gradients are to be
+        summed over the ranks; where they are averaged, multiply the loss by the number of ranks. Raises `ValueError`
+        for other shapes, and for what was not proved of the model, `DisagreementError` if the ranks' first batches
+        differ; if later ones do, the model's forward raises it.
         """
-        batch, length = _shape(input_ids)
-        ranks = self.group.size()
-        more = -length % (2 * ranks if self._in_pieces else ranks)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device).expand(batch, length)
+        _refuse_shape(input_ids)
         given = {"labels": labels, "attention_mask": attention_mask, "position_ids": position_ids}
         for name, x in given.items():
             if x is not None and x.shape != input_ids.shape:
                 shapes = f"{name} is {list(x.shape)}, and input_ids {list(input_ids.shape)}"
                 raise ValueError(f"context_parallel: {shapes}: both must be alike")
+        self.prove()
+        self.proof.refuse(labels, attention_mask, position_ids)
+        batch = {"input_ids": input_ids} | {name: x for name, x in given.items() if x is not None}
         self._confirm_same_batch(input_ids)
-        after = position_ids[:, -1:] + torch.arange(1, more + 1, device=position_ids.device)
-        whole = {
-            "input_ids": pad(input_ids, (0, more), value=pad_token_id),
-            "position_ids": torch.cat([position_ids, after], 1),
-        }
-        if attention_mask is not None:
-            whole["attention_mask"] = pad(attention_mask, (0, more), value=0)
-        if labels is not None:
+        parts = self.parts(batch, pad_token_id)
+        places = parts["position_ids"]
+        self._batches[parts["input_ids"]] = self._batches[places] = _digest(batch)
+        # In order, the parts of documents as long as a part look like whole sequences of each rank.
+        if position_ids is not None and self.group.size() > 1:
+            starts = position_ids[:, :: places.shape[1]]
+            if starts.shape[1] > 1 and not starts.any():
+                self._at_documents.add(places.shape)
+        return parts
+
+    def parts(self, batch: Mapping[str, torch.Tensor], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+        """Return this rank's part of a batch as `cut` makes it, with what `proof` says of the model."""
+        ids, labels, proof = batch["input_ids"], batch.get("labels"), self.proof
+        ranks, length = self.group.size(), ids.shape[1]
+        more = -length % (2 * ranks if self._in_pieces else ranks)
+        mask, places = batch.get("attention_mask"), batch.get("position_ids")
+        if places is None:
+            places = proof.positions_of(ids)
+        if mask is None and more and not proof.causal:
+            mask = torch.ones_like(ids)
+        after = places[:, -1:] + torch.arange(1, more + 1, device=places.device)
+        whole = {"input_ids": pad(ids, (0, more), value=pad_token_id), "position_ids": torch.cat([places, after], 1)}
+        if mask is not None:
+            whole["attention_mask"] = pad(mask, (0, more), value=0)
+        if labels is not None and proof.loss == SHIFTED:
             shifted = pad(labels, (0, more + 1), value=IGNORED)[:, 1:]
             whole |= {"labels": shifted, "shift_labels": shifted}
-        parts = {
-            name: torch.cat([x[:, rows] for rows in self._own_rows(length + more)], 1) for name, x in whole.items()
-        }
+        elif labels is not None:
+            whole["labels"] = pad(labels, (0, more), value=IGNORED)
+        own = self.own_places(length + more).to(ids.device)
+        parts = {name: x[:, own] for name, x in whole.items()}
         if labels is not None:
             parts["num_items_in_batch"] = (whole["labels"] != IGNORED).sum()
         return parts
@@ -233,15 +350,15 @@ class ContextParallel:
     def _in_pieces(self) -> bool:
         return self.exchange == GATHER and self.group.size() > 1
 
-    def _own_rows(self, length: int) -> tuple[slice, ...]:
-        """Return where this rank's tokens lie in a sequence of `length` tokens."""
-        rank, ranks = self.group.rank(), self.group.size()
+    def own_places(self, length: int) -> torch.Tensor:
+        """Return where this rank's tokens lie in a padded sequence of `length` tokens."""
+        rank, ranks, places = self.group.rank(), self.group.size(), torch.arange(length, device="cpu")
         if self._in_pieces:
-            return pieces_of(rank, ranks, length // ranks)
-        return (slice(length // ranks * rank, length // ranks * (rank + 1)),)
+            return torch.cat([places[piece] for piece in pieces_of(rank, ranks, length // ranks)])
+        return places.chunk(ranks)[rank]
 
     def _confirm_same_batch(self, input_ids: torch.Tensor) -> None:
-        """Compare the first batch on all ranks: a loader that gives each rank another batch is a likely mistake."""
+        """Compare the first batch on all ranks here; forwards compare the later ones, beside the positions."""
         if self._same_batch or self.group.size() == 1:
             return
         digest = hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest()[:16]
@@ -256,14 +373,17 @@ class ContextParallel:
         self._same_batch = True
 
     @property
-    def _runs_whole(self) -> bool:
+    def runs_whole(self) -> bool:
+        """Whether attention runs on what this rank has."""
         return self.group.size() == 1 or _WHOLE.get()
 
     def mask(
         self, *, q_length: int, kv_length: int, mask_function: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
         """Stand for the mask of the whole sequence: transformers asks for a mask once in a forward."""
-        if self._runs_whole:
+        if self.proving:
+            self.causal = self.causal and is_causal(mask_function) is not False
+        if self.runs_whole:
             lengths = {"q_length": q_length, "kv_length": kv_length}
             masks, _ = _interfaces()
             own = masks._global_mapping[self.implementation]
@@ -276,7 +396,13 @@ class ContextParallel:
             )
         config = self._own_config(options["config"])
         return SequenceMask(
-            attention_mask, _is_causal(mask_function), config, options["dtype"], in_pieces=self._in_pieces
+            attention_mask,
+            mask_function.__qualname__,
+            is_causal(mask_function),
+            config,
+            options["dtype"],
+            in_pieces=self._in_pieces,
+            share=self._share,
         )
 
     def _own_config(self, config: Any) -> Any:
@@ -295,12 +421,15 @@ class ContextParallel:
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         """Compute attention in transformers' way: query [B, N, s, D], key, value [B, n, s, D]; returns [B, s, N, D]."""
-        if self._runs_whole:
+        if self.runs_whole:
             return self._own_attention(module, query, key, value, attention_mask, options)
         if not isinstance(attention_mask, SequenceMask):
             raise ValueError(f"context_parallel: {type(module).__name__} is given a mask that the model made itself")
-        mask, positions = attention_mask.of_all(options, self.group)
+        self.attended += 1
         self._refuse_options(module, options)
+        if self.proving:
+            all_came(self.group)
+        mask, positions = attention_mask.of_all(options, self.group)
         options |= {"position_ids": positions if self.exchange == HEADS else None}
         operands = query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
 
@@ -314,10 +443,16 @@ class ContextParallel:
 
         def attention(heads: HeadGroup | KeyGroup, *received: torch.Tensor) -> torch.Tensor:
             if isinstance(heads, KeyGroup):
-                return attend_pieces(of_rows, heads, *received, causal=attention_mask.causal)
-            return own_attention(mask, *received)
+                return attend_pieces(of_rows, heads, *received, causal=bool(attention_mask.causal))
+            result = own_attention(mask, *received)
+            if self.proving:  # the result is exchanged next
+                all_came(self.group)
+            return result
 
-        o = exchanged_attention(module, operands, attention, self.group, ACTIVE_PATCH.framework, self.exchange)
+        if self.proving:
+            o = run_attention(*operands, attention, group=self.group, settings=Settings(), exchange=self.exchange)
+        else:
+            o = exchanged_attention(module, operands, attention, self.group, ACTIVE_PATCH.framework, self.exchange)
         return o.permute(1, 0, 2, 3).contiguous(), None
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
@@ -359,144 +494,19 @@ def _attribute(holder: Any, name: str, value: object) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-def _shape(input_ids: torch.Tensor) -> tuple[int, int]:
+def _refuse_shape(input_ids: torch.Tensor) -> None:
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"context_parallel: input_ids are {list(input_ids.shape)}, and must be [batch, tokens]")
-    batch, length = input_ids.shape
-    return batch, length
 
 
-def _is_causal(mask_function: Any) -> bool:
-    """Tell whether a mask function of transformers is causal or full, also of packed documents; others are refused."""
-    masking = importlib.import_module("transformers.masking_utils")
-    plain = {masking.causal_mask_function: True, masking.bidirectional_mask_function: False}
-    inner = mask_function
-    joined = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    names = [each.__qualname__.partition(".")[0] for each in joined]
-    if names == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        inner = inspect.getclosurevars(joined[1]).nonlocals["mask_function"]
-    elif names[1:] == ["packed_sequence_mask_function"]:  # before 5.23
-        inner = joined[0]
-    if inner not in plain:
-        name = mask_function.__qualname__
-        raise ValueError(f"context_parallel: the model makes its mask by {name}, which is neither causal nor full")
-    return plain[inner]
-
-
-@dataclass(eq=False)
-class SequenceMask:
-    """Stands in a model's forward for the mask of the whole sequence.
-
-    padding
-        [B, s] or None: whether this rank's tokens are no padding.
-    causal
-        Whether a token reads only tokens before it.
-    config
-        The model's configuration with its own attention implementation.
-    dtype
-        The dtype of the mask of eager attention.
-    in_pieces
-        Whether each rank has two pieces of the sequence (ops/key_gather.py).
-    """
-
-    padding: torch.Tensor | None
-    causal: bool
-    config: Any
-    dtype: torch.dtype
-    in_pieces: bool = False
-    _of_all: tuple[Any, torch.Tensor] | None = None
-    _of_rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def of_all(self, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
-        """Return mask and positions [B, S] of the whole sequence; every rank's first layer gathers them."""
-        if self._of_all is None:
-            with torch.no_grad(), hide_from_selective_checkpoint():
-                self._of_all = self._gather(options, group)
-        return self._of_all
-
-    def of_rows(self, rows: slice, keys: int, device: torch.device) -> Any:
-        """Return the mask of the rows at the places `rows`, for the first `keys` keys; None: nothing is masked.
-
-        Where the whole sequence has no mask, the attention itself makes a causal one, which is square.
-        """
-        assert self._of_all is not None
-        whole, _ = self._of_all
-        if whole is not None:
-            return whole[:, :, rows, :keys]
-        if not self.causal:
-            return None
-        place = rows.start, keys
-        if place not in self._of_rows:
-            own = torch.ones(1, 1, rows.stop - rows.start, keys, dtype=torch.bool, device=device)
-            self._of_rows[place] = own.tril_(rows.start)
-        return self._of_rows[place]
-
-    def _gather(self, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
-        positions = options.get("position_ids")
-        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-            raise ValueError(
-                "context_parallel: the model gives its attention no position_ids [B, s]: they tell the order"
-            )
-        rows = [positions.long()] if self.padding is None else [positions.long(), self.padding.long()]
-        _refuse_different(rows, group)
-        if self.in_pieces:
-            pieces_of(group.rank(), group.size(), positions.shape[1])  # refuses an odd number of tokens, on all ranks
-        own = torch.cat(rows)
-        of_all = gathered(own, group).transpose(0, 1).flatten(1)  # [rows, S]
-        _refuse_uncut(of_all[: len(positions)].view(len(positions), group.size(), -1))
-        of_all = in_sequence(of_all.T, group.size()).T if self.in_pieces else of_all
-        places, padding = of_all[: len(positions)], of_all[len(positions) :].bool()
-        if self.in_pieces:
-            _refuse_other_cut(places, padding, 2 * group.size())
-        batch = len(positions) if self.padding is None else len(padding)
-        embeds = torch.empty((), dtype=self.dtype, device=own.device).expand(batch, places.shape[1], 1)
-        masking = importlib.import_module("transformers.masking_utils")
-        common = {"config": self.config, "inputs_embeds": embeds, "attention_mask": padding if len(padding) else None}
-        if not self.causal:
-            return masking.create_bidirectional_mask(**common), places
-        # As transformers does: with a cache it does not look for packed documents.
-        packed = None if options.get("use_cache") else places
-        return masking.create_causal_mask(**common, past_key_values=None, position_ids=packed), places
-
-
-def _refuse_different(rows: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Raise `DisagreementError` on every rank if their positions and masks differ in shape: in each forward."""
-    shapes = [len(rows[0]), len(rows[1]) if len(rows) > 1 else 0, rows[0].shape[1]]
-    by_rank = gathered(torch.tensor([shapes], device=rows[0].device), group).flatten(1).tolist()
-    if any(other != shapes for other in by_rank):
-        ranks = zip(dist.get_process_group_ranks(group), by_rank, strict=True)
-        what = "; ".join(
-            f"rank {rank}: {tokens} tokens, attention_mask {masks > 0}" for rank, (_, masks, tokens) in ranks
-        )
-        raise DisagreementError(
-            f"context_parallel: ranks of {describe(group)} have other shares of the sequence ({what}): give every rank "
-            "what cut() returns"
-        )
-
-
-def _refuse_uncut(places: torch.Tensor) -> None:
-    """Raise `ValueError` if the positions [B, R, s] of each rank begin at 0, as those of a whole sequence do."""
-    if torch.equal(places, torch.arange(places.shape[2], device=places.device).expand_as(places)):
-        raise ValueError(
-            "context_parallel: the positions of every rank begin at 0: give the model what cut(input_ids, ...) "
-            "returns, or position_ids of each rank's part; whole sequences run inside of whole()"
-        )
-
-
-def _refuse_other_cut(places: torch.Tensor, padding: torch.Tensor, pieces: int) -> None:
-    """Raise `ValueError` if a piece does not go on where the one before it ends, in positions [B, S].
-
-    padding: [B, S], or [0, S]: tokens that are none have any position. Position 0 begins a document.
-    """
-    starts = torch.arange(1, pieces, device=places.device) * (places.shape[1] // pieces)
-    goes_on = (places[:, starts] == places[:, starts - 1] + 1) | (places[:, starts] == 0)
-    if len(padding):
-        goes_on = goes_on | ~padding[:, starts] | ~padding[:, starts - 1]
-    if not goes_on.all():
-        raise ValueError(
-            "context_parallel: keys are gathered, and the positions of the ranks are not those of two pieces for each "
-            f"rank, number i and {pieces} - 1 - i of {pieces}: give the model what cut(input_ids, ...) returns"
-        )
+def _digest(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return an odd integer that changes with each number of a batch: a scalar on its device, with no wait for it."""
+    digest = torch.ones((), dtype=torch.int64, device=batch["input_ids"].device)
+    for x in batch.values():
+        places = torch.arange(1, x.numel() + 1, device=x.device)
+        mixed = (x.flatten().long() + 1442695040888963407) * (places * 6364136223846793005)
+        digest = digest * 31 + (mixed ^ (mixed >> 29)).sum()
+    return digest | 1
 
 
 def _run_whole(original: Function) -> Function:

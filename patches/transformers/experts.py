@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice, exchange_counts
+from ascend_parallel.ops.call import experts_exchange
+from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
 from ascend_parallel.ops.multiply import ALIGNMENT
-from ascend_parallel.ops.problem import experts_problem
-from ascend_parallel.ops.registry import name_of
+from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import EXPERTS
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.dtensor_linear import INSTALLED, Installation, InstalledLayers
 from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
 from ascend_parallel.tuning.measured.part_groups import pass_on_copies
@@ -69,7 +71,7 @@ class ExpertsInstallation(Installation):
 
 
 def _other_experts(module: Any, experts: int) -> str | None:
-    """Return how a module of experts differs from those whose experts can be computed in groups, or None."""
+    """Name a difference of a module from those whose experts can be computed in groups; None: there is none."""
     how = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not hasattr(module, "is_transposed") or how not in IMPLEMENTATIONS:
         return f"its experts_implementation is {how!r}, not one of {', '.join(map(repr, IMPLEMENTATIONS))}"
@@ -111,7 +113,7 @@ def _implementation(forward: Any) -> Any:
 
 
 def _installed(implementation: Any, module: Any) -> ExpertsInstallation:
-    """Return what is noted of the experts of `implementation`, and note it at the first time."""
+    """Return the installation of the experts of `implementation`, made at the first time."""
     noted = vars(module).get(INSTALLED)
     if isinstance(noted, ExpertsInstallation) and noted.implementation is implementation:
         return noted
@@ -142,75 +144,127 @@ def call_experts(original: Function) -> Function:
         if (reason := _installed(self, module).uncovered(module)) is not None:
             framework.log_uncovered(module, reason)
             return own(hidden_states, top_k_index, top_k_weights)
-        routed = RoutedCall(module, self, hidden_states, top_k_index, top_k_weights, own)
-        if (verifier := framework.verifier) is not None:
-            return verifier.run(_checked(framework, routed))
-        return _run(framework, routed)
+        experts = RoutedExperts(framework, module, self, hidden_states, top_k_index, top_k_weights)
+        return run_covered(framework, experts.covered(own))
 
     return call
 
 
-@dataclass(frozen=True)
-class RoutedCall:
-    """A call of a module of experts: hidden_states [T, H], and for each token its top_k experts and their weights.
+class RoutedExperts:
+    """A call of a module of experts: hidden_states [T, H], and for each token its top_k experts and their weights."""
 
-    original
-        transformers' own code, which takes the three.
+    def __init__(
+        self,
+        framework: InstalledLayers,
+        module: Any,
+        implementation: Any,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> None:
+        """Hold the arguments of `implementation`, transformers' object that calls the module."""
+        self._framework, self._module, self._implementation = framework, module, implementation
+        self._x, self._index, self._weights = hidden_states, top_k_index, top_k_weights
+        self._group, self._tp_mesh = framework.group_of(module), implementation.tp_mesh
+        self._exchange = experts_exchange(hidden_states, implementation.num_local_experts, self._group)
+
+    def covered(self, own: Callable[..., torch.Tensor]) -> CoveredCall:
+        """Return the call; `own` is transformers' own code, which takes the three."""
+        return CoveredCall(
+            layer=self._module,
+            group=self._group,
+            device=self._x.device,
+            agreeing=self._group,
+            decide=self._decide,
+            ours=self._run,
+            theirs=functools.partial(own, self._x, self._index, self._weights),
+            checked=functools.partial(self._checked, own),
+        )
+
+    def _decide(self) -> Known:
+        """Decide the groups of the call, for which the ranks tell each other how many rows they send."""
+        framework, group = self._framework, self._group
+        known = framework.prepare(self._module, "experts", self._x, None, group)
+        if known.original or framework.decider.keeps_original(self._exchange, group):
+            return known._replace(original=True)
+        hidden, index, self._own_weights = (_own_rows(x, self._tp_mesh) for x in (self._x, self._index, self._weights))
+        expert_ids = index.reshape(-1)
+        self._order = torch.argsort(expert_ids)
+        self._sent = hidden[self._order // index.size(-1)]
+        # Not bincount, for which the host would wait for the device.
+        to_send = expert_ids.new_zeros(group.size(), self._implementation.num_local_experts, dtype=torch.long)
+        to_send.view(-1).scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long))
+        received, self._counts = exchange_counts(to_send, group)
+        names = [name for name, parameter in self._module._parameters.items() if parameter is not None]
+        run = _group_runner(self._module, self._implementation, names, received, self._counts)
+        self._local = LocalExperts(run=run, weights=[self._module._parameters[name] for name in names])
+        trial = functools.partial(pass_on_copies, self._sent, self._counts, self._copies, group, framework.settings)
+        in_turn = functools.partial(trial, None)
+        return framework.decider.known_of_exchange(self._exchange, group, trial, in_turn, self._sent.device, known)
+
+    def _copies(self) -> LocalExperts:
+        """Return the experts with weights of the same values that get gradients of their own."""
+        local = self._local
+        return replace(local, weights=[x.detach().requires_grad_(x.requires_grad) for x in local.weights])
+
+    def _run(self, known: Known, _: object) -> torch.Tensor:
+        """Return the weighted outputs of each token's experts, [T, H]."""
+        how: dict[str, Any] = {"group": self._group, "settings": self._framework.settings, "known": known}
+        made, _ = run_experts(self._sent, self._counts, self._local, **how)
+        by_token = torch.empty_like(made)
+        by_token[self._order] = made
+        weights = self._own_weights
+        output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
+        return _all_rows(output, self._tp_mesh, self._x.size(0))
+
+    def _checked(self, own: Callable[..., torch.Tensor], known: Known, run: Run) -> CheckedCall:
+        """Return the call beside transformers' own code."""
+        module = self._module
+        parameters = {name: x for name, x in module._parameters.items() if x is not None}
+
+        def original(operands: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            with _only(module, {name: operands[name] for name in parameters}, module.num_experts):
+                y = own(operands["input"], self._index, operands["routing weights"])
+            return {"output": y}
+
+        def operators(direction: str) -> str:
+            decision = decided_exchange(self._exchange, self._group, self._framework.settings, known)
+            return f"Its {direction} ran {decision.call.in_words} in groups of experts {list(decision.sizes)}"
+
+        return CheckedCall(
+            layer=module,
+            path="experts",
+            group=self._group,
+            operands={"input": self._x, "routing weights": self._weights, **parameters},
+            run=run,
+            results=lambda y: {"output": y},
+            original=original,
+            operators=lambda: operators,
+        )
+
+
+def _group_runner(
+    module: Any, implementation: Any, names: Sequence[str], received: torch.Tensor, counts: RowCounts
+) -> Callable[..., torch.Tensor]:
+    """Return a function that runs a group of experts as transformers' module does, on rows [source][expert].
+
+    received: how many rows this rank's experts get from each rank, [R, E]. Backward keeps the function, so it holds
+    neither the call nor its rows.
     """
-
-    module: Any
-    implementation: Any
-    hidden_states: torch.Tensor
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
-    original: Callable[..., torch.Tensor]
-
-
-def _run(framework: InstalledLayers, call: RoutedCall) -> torch.Tensor:
-    """Return the weighted outputs of each token's experts, [T, H]."""
-    group, chunks = framework.prepare(call.module, "experts", call.hidden_states, None)
-    implementation, tp_mesh = call.implementation, call.implementation.tp_mesh
-    problem = experts_problem(call.hidden_states, implementation.num_local_experts, group)
-    if chunks.original or framework.part_groups.keeps_original(problem, group):
-        return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
-    framework.confirm(group)()
-    hidden, index, weights = (_own_rows(x, tp_mesh) for x in (call.hidden_states, call.top_k_index, call.top_k_weights))
-    expert_ids = index.reshape(-1)
-    order = torch.argsort(expert_ids)
-    sent = hidden[order // index.size(-1)]
-    # Not bincount, for which the host would wait for the device.
-    to_send = expert_ids.new_zeros(group.size(), implementation.num_local_experts, dtype=torch.long)
-    to_send.view(-1).scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long))
-    received_counts, counts = exchange_counts(to_send, group)
-    names = [name for name, parameter in call.module._parameters.items() if parameter is not None]
-    orders = _Orders(received_counts, counts)
+    orders = _Orders(received, counts)
 
     def run(expert_group: ExpertGroup, rows: torch.Tensor, _: object, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if not len(rows):
             return rows
         experts = expert_group.experts
-        ids = torch.arange(len(experts), device=rows.device).repeat(group.size())
-        their_counts = received_counts[:, experts.start : experts.stop].reshape(-1)
+        ids = torch.arange(len(experts), device=rows.device).repeat(len(received))
+        their_counts = received[:, experts.start : experts.stop].reshape(-1)
         ids = ids.repeat_interleave(their_counts, output_size=len(rows)).unsqueeze(-1)
-        with _only(call.module, dict(zip(names, parts, strict=True)), len(experts)), orders.of(expert_group):
+        with _only(module, dict(zip(names, parts, strict=True)), len(experts)), orders.of(expert_group):
             made: torch.Tensor = implementation.experts_forward(rows, ids, torch.ones_like(ids, dtype=rows.dtype))
         return made
 
-    local = LocalExperts(run=run, weights=[call.module._parameters[name] for name in names])
-
-    def copies() -> LocalExperts:
-        return replace(local, weights=[x.detach().requires_grad_(x.requires_grad) for x in local.weights])
-
-    trial = functools.partial(pass_on_copies, sent, counts, copies, group)
-    in_turn = functools.partial(trial, None)
-    chunks = framework.part_groups.chunks_for(problem, group, trial, in_turn, sent.device)
-    if chunks.original:
-        return call.original(call.hidden_states, call.top_k_index, call.top_k_weights)
-    made, _ = run_experts(sent, counts, local, group=group, settings=chunks.settings)
-    by_token = torch.empty_like(made)
-    by_token[order] = made
-    output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
-    return _all_rows(output, tp_mesh, call.hidden_states.size(0))
+    return run
 
 
 def _own_rows(x: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
@@ -297,31 +351,3 @@ def _only(module: Any, parameters: Mapping[str, torch.Tensor], experts: int) -> 
     finally:
         module._parameters.update(own)
         module.num_experts = number
-
-
-def _checked(framework: InstalledLayers, call: RoutedCall) -> CheckedCall:
-    """Return the call beside transformers' own code."""
-    parameters = {name: x for name, x in call.module._parameters.items() if x is not None}
-
-    def original(operands: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        own = {name: operands[name] for name in parameters}
-        with _only(call.module, own, call.module.num_experts):
-            y = call.original(operands["input"], call.top_k_index, operands["routing weights"])
-        return {"output": y}
-
-    def operators(direction: str) -> str:
-        group = framework.group_of(call.module)
-        experts = call.implementation.num_local_experts
-        choice = exchange_choice(call.hidden_states, experts, group, framework.settings)
-        return f"Its {direction} ran {name_of(choice.problem)} in groups of experts {list(choice.sizes)}"
-
-    return CheckedCall(
-        layer=call.module,
-        path="experts",
-        group=framework.group_of(call.module),
-        operands={"input": call.hidden_states, "routing weights": call.top_k_weights, **parameters},
-        run=lambda _: _run(framework, call),
-        results=lambda y: {"output": y},
-        original=original,
-        operators=lambda: operators,
-    )

@@ -27,7 +27,6 @@ from ascend_parallel.patches.dtensor_linear import (
     compiled_note,
     framework_of_call,
     is_linear,
-    replaced_below,
 )
 from ascend_parallel.patches.framework import described
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
@@ -64,7 +63,7 @@ class InstallationByPlan(Installation):
 
     def replaced(self, module: Any) -> str | None:
         """Return what multiplies in place of torch's linear function, on this rank at least, or None."""
-        return replaced_below()
+        return self.replaced_below(module)
 
 
 def install_forward(original: Function) -> Function:

@@ -1,11 +1,12 @@
 """vLLM's prefill: row layers overlapped, and rows that stay unfinished up to the next attention.
 
 layers     the replacements of the row layer's forward and of the all-reduce of a tensor-parallel group
-row_wise   the modules that work row by row, which run on the rows that have arrived
+row_wise   the modules of ops/row_wise.py, which run on the rows that have arrived
 chunks     the chunks of a number of tokens
 bits       from how many rows on the model's matmuls give a row the same bits
 auto       how many chunks, from dummy steps that are timed
 fused      a row layer as one operator of torch_npu, with USE_COC_FUSED_KERNEL=1
+invariant  COC_DETERMINISTIC=invariant: products, norms, attention and log-softmax of a trainer
 operators  a row layer as one operator of compiled graphs; steps that leave these
 start      what is said, and probed, once a worker has loaded its model; vLLM's caches of compiled graphs
 bench      what the ranks of `ascend-parallel bench --framework vllm` time: a row layer alone
@@ -18,13 +19,15 @@ import importlib.util
 import os
 
 from ascend_parallel.diagnostics.installed import installed_build
+from ascend_parallel.ops.row_wise import LATER, MODULES, RowWise
 from ascend_parallel.patches.base import Patch, PatchError, PatchSet
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch, OnTop
-from ascend_parallel.patches.vllm import start
+from ascend_parallel.patches.vllm import invariant, start
 from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
 from ascend_parallel.patches.vllm.operators import LINEAR, PARALLEL_STATE
-from ascend_parallel.patches.vllm.row_wise import LATER, MODULES, RowWise, row_wise_call
+from ascend_parallel.patches.vllm.row_wise import row_wise_call
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload import frameworks
 
 VERSIONS = ">=0.11,<0.34"
 NEWEST = "0.32.0"
@@ -35,6 +38,13 @@ def patches(settings: Settings) -> AppliedPatches:
     """Return the patches of the installed vLLM; raises `PatchError` if VLLM_PLUGINS does not name this package."""
     refuse_unless_allowed(os.environ.get("VLLM_PLUGINS"))
     version, build = str(importlib.import_module("vllm").__version__), installed_build("vllm")
+    package = "" if build is None else build[0]
+    if settings.arithmetic.fixed_tiles:
+        invariant.refuse_other_versions(version, package or "vllm")
+        same = invariant.InvariantVllm(settings, version)
+        of_layers = invariant.patches(same, worker())
+        patch_set = PatchSet("vllm", invariant.VERSIONS, of_layers, newest=NEWEST, package=package)
+        return Applied("vllm", version, patch_set, same, on_top=invariant.LATER)
     framework = Vllm(settings, version)
     found = [
         Patch(
@@ -64,7 +74,6 @@ def patches(settings: Settings) -> AppliedPatches:
         ),
     ]
     modules = [_patch_of(each) for each in MODULES if each.exists()]
-    package = "" if build is None else build[0]
     patch_set = PatchSet("vllm", VERSIONS, [*found, *modules], newest=NEWEST, package=package)
     return Applied("vllm", version, patch_set, framework, on_top=ON_TOP)
 
@@ -120,4 +129,4 @@ class Applied(AppliedPatches):
         start.unmark_caches()
 
 
-VLLM = FrameworkPatch(name="vllm", title="vllm", module=LINEAR, make=patches, on_top=[each.module for each in ON_TOP])
+VLLM = FrameworkPatch.of(frameworks.VLLM, patches, on_top=[each.module for each in (*ON_TOP, *invariant.LATER)])

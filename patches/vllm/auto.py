@@ -22,20 +22,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_REDUCE, Matmul
 from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
+from ascend_parallel.overlap.layer_shape import FORWARD
 from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.text import dtype_name
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
-from ascend_parallel.tuning.measured.tuner import Tuner
+from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
+from ascend_parallel.tuning.measured.decider import Decider
 
 # Chunks of a step; one chunk: vLLM's own code runs.
 COUNTS = (1, 2, 4, 8)
 TURNS = 3
-# Share of a step's time: chunks must gain more than this.
-LEAST_GAIN = 0.02
 
 
 class StepVariant(NamedTuple):
@@ -146,16 +145,16 @@ def tried_tokens(most_tokens: int, least_tokens: int) -> list[int]:
 
 
 def known(
-    tuner: Tuner, sums: Sequence[Sum], tokens: Sequence[int], group: dist.ProcessGroup, device: str
+    decider: Decider, sums: Sequence[Sum], tokens: Sequence[int], group: dist.ProcessGroup, device: str
 ) -> PlannedCounts | None:
     """Return the counts of the file of COC_TUNE, if it has all of them; every rank of `group` calls this."""
-    plan = tuner.plan(group, device)
-    wanted = (LayerOperator(FORWARD, problem(m, summed, group, device)) for m in tokens for summed in sums)
-    return PlannedCounts(plan) if all(plan.entry_of(operator) is not None for operator in wanted) else None
+    plan = decider.plan(group, device)
+    wanted = (matmul(m, summed, group, device) for m in tokens for summed in sums)
+    return PlannedCounts(plan) if all(plan.entry_of(FORWARD, call) is not None for call in wanted) else None
 
 
 def keep(
-    tuner: Tuner,
+    decider: Decider,
     measured: MeasuredCounts,
     sums: Sequence[Sum],
     cut: Callable[[int, int], Sizes],
@@ -165,14 +164,14 @@ def keep(
     """Write what was measured to the file of COC_TUNE: ``cut(tokens, count)`` are a step's chunks."""
     for step in measured.steps:
         for summed in sums:
-            operator = LayerOperator(FORWARD, problem(step.tokens, summed, group, device))
+            call = matmul(step.tokens, summed, group, device)
             times = step.seconds[WHOLE], step.seconds[step.variant]
-            tuner.keep(Entry.of(operator, cut(step.tokens, step.variant.chunks), *times), group, device)
+            decider.keep(Entry.of(FORWARD, call, cut(step.tokens, step.variant.chunks), *times), group, device)
 
 
-def problem(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> Problem:
+def matmul(tokens: int, summed: Sum, group: dist.ProcessGroup, device: str) -> Matmul:
     """Return the matmul and all-reduce of a row layer with so many tokens."""
-    return Problem(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, device, group.size())
+    return Matmul(ALL_REDUCE, tokens, summed.k, summed.n, summed.dtype, device, group.size())
 
 
 def measure(
@@ -204,16 +203,13 @@ def timed(step: Callable[[int, StepVariant], None], tokens: int, variants: Seque
 
 
 def chosen(tokens: int, variants: Sequence[StepVariant], by_rank: Sequence[Sequence[Sequence[float]]]) -> TimedSteps:
-    """Return the fastest variant by the median of the slowest rank's turns, the whole step unless others gain.
+    """Return the fastest variant, the whole step unless others win, turn by turn on the slowest rank.
 
-    Outside its graphs a model rounds as an eager one: leaving them must gain over the fastest variant in them.
+    Outside its graphs a model rounds as an eager one: leaving them must win over the fastest variant in them.
     """
-    slowest = [[max(turn) for turn in zip(*turns, strict=True)] for turns in zip(*by_rank, strict=True)]
-    seconds = {variant: median(turns) for variant, turns in zip(variants, slowest, strict=True)}
+    turns = {variant: slowest(of) for variant, of in zip(variants, zip(*by_rank, strict=True), strict=True)}
     kept = WHOLE
-    for kind in (CUT, EAGER):
-        best = min(
-            (variant for variant in kind if variant in seconds), key=lambda variant: seconds[variant], default=kept
-        )
-        kept = best if seconds[best] < (1 - LEAST_GAIN) * seconds[kept] else kept
-    return TimedSteps(tokens, seconds, kept)
+    for kind in ([variant for variant in of if variant in turns] for of in (CUT, EAGER)):
+        best = fastest(turns, kind) if kind else kept
+        kept = best if Contest(turns[kept], turns[best]).won else kept
+    return TimedSteps(tokens, {variant: median(seconds) for variant, seconds in turns.items()}, kept)

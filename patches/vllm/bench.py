@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.overlap.layer_shape import LayerOperator, LayerShape
 from ascend_parallel.patches.vllm import VLLM
@@ -31,9 +32,8 @@ from ascend_parallel.patches.vllm.operators import LINEAR, PARALLEL_STATE
 from ascend_parallel.patches.vllm.start import matmuls_of
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.bench import passes
-from ascend_parallel.tuning.measured.chunk_plan import Machine
 from ascend_parallel.tuning.measured.pass_parts import Calls
-from ascend_parallel.tuning.measured.pass_times import TimedLinear
+from ascend_parallel.tuning.measured.pass_times import TRIED, TimedLinear, Variant
 
 # Rows are finished at the layer's end; each variant has a count of its own.
 SETTINGS = Settings(num_chunks=2, region=False, frameworks=("vllm",))
@@ -63,9 +63,9 @@ def _started(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
 class TimedRowLayer(TimedLinear):
     """vLLM's row layer of a shape, with random operands, on which its forward is timed."""
 
-    def __init__(self, shape: LayerShape, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
+    def __init__(self, shape: LayerShape, group: dist.ProcessGroup, settings: Settings) -> None:
         """Make the layer, and ask which chunks keep the bits of its matmul; every rank of `group` calls this."""
-        super().__init__(shape, group, settings, machine)
+        super().__init__(shape, group, settings)
         kind = sys.modules[LINEAR].RowParallelLinear
         self._vllm: Vllm = kind.forward.ascend_parallel
         self._layer = kind(
@@ -91,13 +91,14 @@ class TimedRowLayer(TimedLinear):
         self._counts.setdefault(cut, len(sizes))
         return cut
 
-    def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
-        """Return settings whose count cuts a step into these chunks."""
-        return replace(self._settings, num_chunks=self._counts[sizes])
+    def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Variant:
+        """Return the variant whose count cuts a step into these chunks."""
+        return Variant(self._settings, Known(number=self._counts[sizes], because=TRIED))
 
-    def _timed(self, operator: LayerOperator, settings: Settings) -> float:
-        x = self.x.detach()
-        with torch.inference_mode(), self._vllm.trying(StepVariant(settings.num_chunks)):
+    def _timed(self, operator: LayerOperator, variant: Variant) -> float:
+        x, known = self.x.detach(), variant.known
+        assert known is not None
+        with torch.inference_mode(), self._vllm.trying(StepVariant(known.number)):
             return self._clock.seconds(lambda: self._layer(x))
 
 

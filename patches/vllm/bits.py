@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.process_groups.consistency import store_all_gather
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -64,7 +64,7 @@ class RowBits:
     seconds: float
 
     def __str__(self) -> str:
-        """Return what was found, in a sentence."""
+        """Return the answer in a sentence."""
         kept = self.asked - len(self.others)
         text = f"asked in {self.seconds:.1f} s: {kept} of {self.asked} matmuls keep their bits in chunks of "
         text += f"{self.least} rows or more"

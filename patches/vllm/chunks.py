@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ascend_parallel.devices import DEVICES, device_type
 from ascend_parallel.ops.rows import Sizes
 
-# Rows of a chunk. On accelerators a smaller matmul costs more than its collective hides.
-LADDERS = {"cpu": (128, 256, 512, 1024, 2048)}
-ACCELERATOR = (512, 1024, 2048, 4096)
 # Below it no step is cut on any device: a constant, since each layer of each decoded token asks.
-LEAST_TOKENS = 2 * min(ladder[0] for ladder in (*LADDERS.values(), ACCELERATOR))
+LEAST_TOKENS = 2 * min(row.chunk_rows[0] for row in DEVICES.values())
 
 
 @lru_cache(maxsize=64)
 def ladder_of(device: str, least: int = 0) -> Sizes:
     """Return the allowed rows of a chunk on devices of this type, of at least `least`, a step of the ladder."""
-    return tuple(step for step in LADDERS.get(device, ACCELERATOR) if step >= least)
+    return tuple(step for step in device_type(device).chunk_rows if step >= least)
 
 
 @lru_cache(maxsize=16384)

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_REDUCE, matmul_of
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.operators import with_fused_limits
-from ascend_parallel.ops.problem import ALL_REDUCE, problem_of
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.patches.vllm.operators import is_captured
 from ascend_parallel.settings import Settings
 
 
 def fused_weight(
-    layer: Any, x: torch.Tensor, group: dist.ProcessGroup, settings: Settings
+    layer: Any, x: torch.Tensor, group: dist.ProcessGroup, settings: Settings, known: Known
 ) -> tuple[torch.Tensor | None, str]:
     """Return the weight [N, K / R] with which torch_npu's operator multiplies x [M, K / R]; or None, and the reason.
 
@@ -31,8 +32,8 @@ def fused_weight(
     shape = layer.output_size, layer.input_size_per_partition
     if not isinstance(weight, torch.Tensor) or tuple(weight.shape) != shape or weight.dtype != x.dtype:
         return None, f"its weight is not {list(shape)} in {x.dtype}"
-    problem = problem_of(ALL_REDUCE, x, weight.t(), group)
-    if problem.device != "npu":
-        return None, f"device {problem.device}, not npu"
-    choice = choose(with_fused_limits(problem, group), settings)
-    return (weight, "") if choice.kernel == "npu" else (None, choice.reason)
+    matmul = matmul_of(ALL_REDUCE, x, weight.t(), group)
+    if matmul.device != "npu":
+        return None, f"device {matmul.device}, not npu"
+    decision = choose(with_fused_limits(matmul, group), settings, known)
+    return (weight, "") if decision.kernel == "npu" else (None, decision.reason)

@@ -10,7 +10,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -19,17 +18,23 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from ascend_parallel.devices import device_type
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import RECORDING, recorded_pass
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import finished, given_away, unfinished
-from ascend_parallel.overlap.chunks import Chunks, region_chunks
+from ascend_parallel.overlap.known import region_chunks
+from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import ROW
+from ascend_parallel.overlap.linear import run_module_row, run_row
 from ascend_parallel.patches.base import Function
+from ascend_parallel.patches.check import CheckedCall, output_of
 from ascend_parallel.patches.compiled import Compiled
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework import ONE_RANK, Framework
-from ascend_parallel.patches.linear_call import LinearCall, run_linear
 from ascend_parallel.patches.vllm.auto import WHOLE, MeasuredCounts, PlannedCounts, StepVariant, Sum
 from ascend_parallel.patches.vllm.bits import RowBits
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS, ladder_of, token_chunks
@@ -39,7 +44,6 @@ from ascend_parallel.patches.vllm.operators import (
     PARALLEL_STATE,
     is_captured,
     leave_graphs,
-    output_of,
     run_operators_by,
     running_engine,
     traced,
@@ -52,8 +56,6 @@ Counts = MeasuredCounts | PlannedCounts
 
 # The all-reduce without a matmul of ours, as counts and timelines name it.
 ALONE = "all_reduce"
-# Devices on which vLLM's own all-reduce writes to the tensor that it is given.
-IN_PLACE = ("cpu", "npu")
 
 
 class Vllm(Framework):
@@ -67,13 +69,13 @@ class Vllm(Framework):
         Nothing is tuned inside a request: "auto" times dummy steps before the first (patches/vllm/auto.py). Rows are
         left unfinished unless COC_REGION=0, since no backward follows.
         """
-        chunks = Chunks.counted(settings, region_chunks(settings), "nothing is measured inside a request")
-        self.in_one = chunks.settings.effective_mode == 1
+        self.in_one = settings.effective_mode == 1
         """Whether each call runs here in one chunk, for a timeline of what chunks are compared with (COC_MODE=1)."""
         leaves_rows = settings.region is not False and not self.in_one and not settings.deterministic
-        super().__init__(replace(chunks.settings, region=leaves_rows))
+        super().__init__(settings, region=leaves_rows, tunes=False)
         self.version = version
-        self.asked = settings
+        self.in_request = Known(number=region_chunks(settings))
+        """How a step is cut of which nothing was measured or planned: nothing is measured inside a request."""
         self.adapted: WeakSet[torch.nn.Module] = WeakSet()
         """The layers inside another that adds adapters."""
         self.operators = 0  # the layers that run as an operator in compiled graphs
@@ -91,7 +93,7 @@ class Vllm(Framework):
         # Compiled models whose steps may leave their graphs, with what was timed, and the hooks by which they do.
         self._leaving: WeakKeyDictionary[torch.nn.Module, MeasuredCounts | None] = WeakKeyDictionary()
         self._hooks: list[RemovableHandle] = []
-        self._weights: WeakKeyDictionary[Any, tuple[ModuleWeight, torch.Tensor]] = WeakKeyDictionary()
+        self._weights: WeakKeyDictionary[Any, ModuleWeight] = WeakKeyDictionary()
 
     def forget_model(self, engine: int) -> None:
         """Forget what is known of a model: a worker of `engine`, a key, has loaded another.
@@ -117,7 +119,7 @@ class Vllm(Framework):
 
     def without_effect(self, device: str) -> list[str]:
         """Return the variables that are set and act on no layer of vLLM on devices of this type."""
-        asked = self.asked
+        asked = self.settings
         named = {
             "USE_COC_FUSED_KERNEL": asked.fused and device != "npu",
             "customized_coc": asked.customized_coc,
@@ -189,25 +191,12 @@ class Vllm(Framework):
         """No feature of vLLM excludes overlap: what it does itself is not covered."""
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks: the version, and what the user has asked for."""
-        return {"version of vllm": self.version, **self.asked.shared()}
+        """Return the values that ranks compare: the version, and the user's settings."""
+        return {"version of vllm": self.version, **self.settings.shared()}
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Compare settings, and the plan if there is one, on the ranks of a group, which all call this."""
-        if self.asked.plan is not None and group not in self._checked:
-            self._agree_on_plan(self.asked.plan, group, device)
-        self.confirm(group)()
-
-    def shape_of(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> None:
-        """Nothing is tuned."""
-
-    def prepare(
-        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
-    ) -> tuple[dist.ProcessGroup, Chunks]:
-        """Return the call's group and chunks; a worker says what is covered once its model is loaded."""
-        self.used = True
-        self.agree(self.group_of(layer), x.device)
-        return super().prepare(layer, kind, x, weight, **options)
+    def known(self) -> Known:
+        """Return the number of chunks inside a request; the module's weight, or the step, says how a call is cut."""
+        return self.in_request
 
     @contextmanager
     def trying(self, variant: StepVariant) -> Iterator[None]:
@@ -268,11 +257,12 @@ class Vllm(Framework):
         """Return the rows of each chunk of a sum over ranks; a single one: the original runs."""
         return token_chunks(tokens, self.count(tokens, summed), device, self.least_rows)
 
-    def covers(self, tokens: int, device: str, summed: Sum) -> bool:
-        """Tell whether a call with so many tokens runs here."""
+    def covered_chunks(self, tokens: int, device: str, summed: Sum) -> Sizes:
+        """Return the rows of each chunk of a call with so many tokens; empty: it runs vLLM's own code."""
         if is_captured():
-            return False
-        return len(self.chunks(tokens, device, summed)) > 1 or (self.in_one and self.tried is None)
+            return ()
+        sizes = self.chunks(tokens, device, summed)
+        return sizes if len(sizes) > 1 or (self.in_one and self.tried is None) else ()
 
     def count(self, tokens: int, summed: Sum) -> int:
         """Return about how many chunks a sum over ranks is cut into."""
@@ -282,7 +272,7 @@ class Vllm(Framework):
             return 1
         counts = self.counts
         known = None if counts is None else counts.count(tokens, summed)
-        return self.settings.num_chunks if known is None else known
+        return self.in_request.number if known is None else known
 
     def asked_bits(self, bits: RowBits) -> None:
         """Keep what a model's matmuls were asked; a model before it may be in use, and keeps its least rows."""
@@ -294,21 +284,18 @@ class Vllm(Framework):
 
     def fused_weight(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Return the weight [N, K / R] of a call that runs as one operator of torch_npu, or None."""
-        weight, reason = fused_weight(layer, x, self.group_of(layer), self.settings)
+        weight, reason = fused_weight(layer, x, self.group_of(layer), self.settings, self.in_request)
         if reason:
             self.note(f"USE_COC_FUSED_KERNEL=1: {type(layer).__name__} is not fused: {reason}")
         return weight
 
-    def weight_of(self, layer: Any, x: torch.Tensor) -> tuple[ModuleWeight, torch.Tensor]:
-        """Return what multiplies in a row layer, and a tensor [N, K] without memory that has its shape and dtype."""
-        known = self._weights.get(layer)
-        if known is None or (known[0].dtype, known[0].device) != (x.dtype, x.device):
-            shape, device, summed = (layer.input_size_per_partition, layer.output_size), x.device.type, sum_of(layer, x)
-            cut = functools.partial(self.chunks, device=device, summed=summed)
-            weight = ModuleWeight(shape, x.dtype, x.device, row_kernel(layer), cut)
-            known = weight, torch.empty(shape[::-1], dtype=x.dtype, device="meta")
-            self._weights[layer] = known
-        return known
+    def weight_of(self, layer: Any, x: torch.Tensor) -> ModuleWeight:
+        """Return the kernel of a row layer."""
+        weight = self._weights.get(layer)
+        if weight is None or (weight.dtype, weight.device) != (x.dtype, x.device):
+            shape = layer.input_size_per_partition, layer.output_size
+            self._weights[layer] = weight = ModuleWeight(shape, x.dtype, x.device, row_kernel(layer))
+        return weight
 
 
 def make_row_forward(original: Function, vllm: Vllm) -> Function:
@@ -322,36 +309,98 @@ def make_row_forward(original: Function, vllm: Vllm) -> Function:
         tokens = input_.shape[0] if input_.dim() == 2 else input_.shape[:-1].numel()
         if tokens < LEAST_TOKENS:
             return original(self, input_)
-        cut = vllm.covers(tokens, input_.device.type, sum_of(self, input_))
-        if torch.is_grad_enabled() or not (cut or vllm.settings.fused):
+        sizes = vllm.covered_chunks(tokens, input_.device.type, sum_of(self, input_))
+        if torch.is_grad_enabled() or not (sizes or vllm.settings.fused):
             return original(self, input_)
         reason = vllm.uncovered_call(self, input_)
         if reason is not None:
             vllm.log_uncovered(self, reason)
             return original(self, input_)
         fused = vllm.fused_weight(self, input_) if vllm.settings.fused else None
-        if fused is None and not cut:
+        if fused is None and not sizes:
             return original(self, input_)
-        weight, like = vllm.weight_of(self, input_) if fused is None else (None, fused)
-        call = LinearCall(
+        weight, group = vllm.weight_of(self, input_) if fused is None else fused, vllm.group_of(self)
+        call = CoveredCall(
             layer=self,
-            kind="row",
-            x=input_,
-            weight=like,
-            bias=None if fused is None or self.skip_bias_add else self.bias,
-            parameter=like,
-            original=lambda x: output_of(original(self, x)),
-            module_weight=weight,
+            group=group,
+            device=input_.device,
+            agreeing=group,
+            decide=vllm.known,
+            ours=functools.partial(_run_row, vllm, self, input_, weight, group, sizes),
+            theirs=None,  # a call that is not to be cut never comes here
+            checked=functools.partial(_checked_row, original, self, input_, weight, group, vllm, sizes),
         )
-        return _with_bias(self, run_linear(vllm, call))
+        return _with_bias(self, run_covered(vllm, call))
 
     vars(forward)["ascend_parallel"] = vllm
     vllm.row_forward = forward
     return forward
 
 
+def _run_row(
+    vllm: Vllm,
+    layer: Any,
+    x: torch.Tensor,
+    weight: ModuleWeight | torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    known: Known,
+    _: object,
+) -> torch.Tensor:
+    """Return the output [M, N] of a row layer for x [M, K / R].
+
+    weight: the layer's own kernel, which adds this rank's part of the bias, and multiplies in chunks of `sizes` rows;
+    or [N, K / R], of a fused operator.
+    """
+    vllm.used = True
+    settings = vllm.settings
+    parallel = ParallelLinear(
+        kind=ROW,
+        group=group,
+        settings=settings,
+        known=known,
+        arithmetic=settings.arithmetic,
+        leaves_rows=vllm.leaves_rows,
+    )
+    if isinstance(weight, ModuleWeight):
+        return run_module_row(x, weight, parallel, sizes)
+    y, bias = run_row(x, weight, parallel), None if layer.skip_bias_add else layer.bias
+    return y if bias is None else y + bias
+
+
+def _checked_row(
+    original: Function,
+    layer: Any,
+    x: torch.Tensor,
+    weight: ModuleWeight | torch.Tensor,
+    group: dist.ProcessGroup,
+    vllm: Vllm,
+    sizes: Sizes,
+    _: Known,
+    run: Run,
+) -> CheckedCall:
+    """Return the call beside vLLM's own forward, whole: nobody but the layer reads its weight."""
+
+    def operators(direction: str) -> str:
+        if not isinstance(weight, ModuleWeight):
+            return f"Its {direction} ran as one operator of torch_npu"
+        return f"Its {direction} multiplied and reduced in chunks of rows {list(sizes)}, with the module's own kernel"
+
+    return CheckedCall(
+        layer=layer,
+        path="row",
+        group=group,
+        operands={"input": x},
+        run=run,
+        results=output_of,
+        original=lambda operands: output_of(original(layer, operands["input"])),
+        operators=lambda: operators,
+        name=vllm.name_of(layer),
+    )
+
+
 def _with_bias(layer: Any, y: torch.Tensor) -> Any:
-    """Return what callers of a row layer expect: its output, and beside it a bias that they add, unless it says no."""
+    """Return a row layer's output, and beside it a bias that callers add, unless the layer says no."""
     return (y, layer.bias if layer.skip_bias_add else None) if layer.return_bias else y
 
 
@@ -364,14 +413,29 @@ def all_reduce(original: Function, vllm: Vllm) -> Function:
             return original(self, input_)  # type: ignore[no-any-return]
         if self.world_size == 1 or torch.is_grad_enabled():
             return original(self, input_)  # type: ignore[no-any-return]
-        tokens, device, summed = input_.shape[0], input_.device.type, Sum(0, input_.shape[1], input_.dtype)
-        if not vllm.covers(tokens, device, summed) or not _may_be_cut(self, input_, vllm):
+        device = input_.device.type
+        sizes = vllm.covered_chunks(input_.shape[0], device, Sum(0, input_.shape[1], input_.dtype))
+        if not sizes or not _may_be_cut(self, input_, vllm):
             return original(self, input_)  # type: ignore[no-any-return]
-        vllm.agree(self.device_group, input_.device)
-        y = given_away(input_) if device in IN_PLACE else finished(input_).clone()
-        with recorded_pass(SimpleNamespace(), ALONE, "forward", device):
-            pending = start_all_reduce(y, self.device_group, vllm.chunks(tokens, device, summed))
-            return unfinished(pending, vllm.leaves_rows, "region")
+
+        def ours(*_: object) -> torch.Tensor:
+            y = given_away(input_) if device_type(device).vllm_reduces_in_place else finished(input_).clone()
+            with recorded_pass(SimpleNamespace(), ALONE, "forward", device):
+                pending = start_all_reduce(y, self.device_group, sizes)
+                return unfinished(pending, vllm.leaves_rows, "region")
+
+        call = CoveredCall(
+            layer=self,
+            group=self.device_group,
+            device=input_.device,
+            agreeing=self.device_group,
+            decide=vllm.known,
+            ours=ours,
+            theirs=None,
+            checked=None,  # who sums has no layer, and its input may be given away
+        )
+        output: torch.Tensor = run_covered(vllm, call)
+        return output
 
     return reduce
 
@@ -404,7 +468,7 @@ def _may_be_cut(coordinator: Any, x: torch.Tensor, vllm: Vllm) -> bool:
 
 
 def sum_of(layer: Any, x: torch.Tensor) -> Sum:
-    """Return what a row layer has the ranks sum for an input x."""
+    """Return the sum over ranks of a row layer's call with an input x."""
     return Sum(x.shape[-1], layer.output_size, x.dtype)
 
 

@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
+from ascend_parallel_autoload.frameworks import VLLM
 
 NAME = "vllm_row_linear"
 CONTEXT = "vllm.forward_context"
-LINEAR = "vllm.model_executor.layers.linear"
+LINEAR = VLLM.module
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 # The attribute of a layer that runs as an operator in compiled graphs: its name in the context of a forward.
 LAYER_NAME = "ascend_parallel_name"

@@ -1,123 +1,18 @@
-"""The modules of vLLM that work row by row: each row of the result depends on the same row of the inputs alone.
-
-`tests/vllm/test_row_wise.py` proves it for each class of the table: a call with some rows gives the results of
-these rows, bit for bit. A class that is not named, a subclass too, waits for all rows. The subclasses of vllm-ascend
-are named for what their operators are documented to compute; none was run (docs/vllm.md).
-"""
+"""The modules of vLLM that work row by row (ops/row_wise.py) run on the rows that have arrived."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ascend_parallel.ops.record import RECORDING, compute_rows
+from ascend_parallel.ops.row_wise import MATMULS, QUANTISED_MATMULS, RowWise
 from ascend_parallel.ops.unfinished import is_unfinished
 from ascend_parallel.ops.unfinished_modules import by_rows
-from ascend_parallel.patches.base import Function, full_name
-from ascend_parallel.patches.framework_patch import is_installed
+from ascend_parallel.patches.base import Function
 from ascend_parallel.patches.vllm.chunks import LEAST_TOKENS
-
-LAYERS = "vllm.model_executor.layers"
-ASCEND = "vllm_ascend.ops"
-
-
-@dataclass(frozen=True)
-class RowWise:
-    """A method that works row by row.
-
-    module, owner, method
-        The class and its method.
-    rows
-        The places of the arguments with rows, behind `self`; one that is None is left out.
-    writes
-        Whether its kernels may write to these arguments.
-    derived
-        The full names of subclasses that work row by row too.
-    schemes
-        Of a linear method that leaves its arithmetic to a layer's scheme: the classes that work row by row.
-    """
-
-    module: str
-    owner: str
-    method: str = "forward"
-    rows: tuple[int, ...] = (0,)
-    writes: bool = False
-    derived: tuple[str, ...] = ()
-    schemes: tuple[str, ...] = ()
-
-    def names(self, kind: type, scheme: type) -> bool:
-        """Tell whether a class is this one or of `derived`, and its layer's scheme of `schemes`, if it has any."""
-        named = full_name(kind) in (f"{self.module}.{self.owner}", *self.derived)
-        return named and (not self.schemes or scheme.__name__ in self.schemes)
-
-    def kind(self) -> type | None:
-        """Return the class; None: this version has none, or no such module."""
-        if not is_installed(self.module):
-            return None
-        found = getattr(importlib.import_module(self.module), self.owner, None)
-        return found if isinstance(found, type) else None
-
-    def exists(self) -> bool:
-        """Tell whether this version has the class."""
-        return self.kind() is not None
-
-    def inherited(self) -> bool:
-        """Tell whether the class inherits the method."""
-        kind = self.kind()
-        return kind is not None and self.method not in vars(kind)
-
-
-NORMS = (
-    *(
-        RowWise(f"{LAYERS}.layernorm", owner, rows=(0, 1), writes=True, derived=(f"{ASCEND}.layernorm.Ascend{owner}",))
-        for owner in ("RMSNorm", "GemmaRMSNorm")
-    ),
-    RowWise(f"{LAYERS}.layernorm", "LayerNorm"),
-)
-ACTIVATIONS = tuple(
-    RowWise(f"{LAYERS}.activation", owner, derived=(f"{ASCEND}.activation.Ascend{owner}",))
-    for owner in (
-        "SiluAndMul",
-        "MulAndSilu",
-        "GeluAndMul",
-        "NewGELU",
-        "FastGELU",
-        "QuickGELU",
-        "ReLUSquaredActivation",
-    )
-)
-# The matmuls of column layers, of replicated ones, and of those with adapters. ``apply(layer, x, bias)``
-MATMULS = (
-    RowWise(
-        f"{LAYERS}.linear",
-        "UnquantizedLinearMethod",
-        "apply",
-        rows=(1,),
-        derived=(f"{ASCEND}.linear.AscendUnquantizedLinearMethod",),
-    ),
-)
-# From vllm-ascend 0.23 on the subclass has a method of its own.
-ASCEND_MATMUL = RowWise(f"{ASCEND}.linear", "AscendUnquantizedLinearMethod", "apply", rows=(1,))
-# Matmuls of quantised layers: with weights alone of few bits, or with activations of a fixed scale or one per token.
-# Not here: a scale over all rows; kernels that unpack the weight in each call (AWQ, the first GPTQ).
-QUANTISED_MATMULS = (
-    RowWise(
-        f"{LAYERS}.quantization.compressed_tensors.compressed_tensors",
-        "CompressedTensorsLinearMethod",
-        "apply",
-        rows=(1,),
-        schemes=("CompressedTensorsW8A8Int8", "CompressedTensorsWNA16"),
-    ),
-    RowWise(f"{LAYERS}.quantization.auto_gptq", "AutoGPTQLinearMethod", "apply", rows=(1,)),
-    RowWise(f"{LAYERS}.quantization.gptq_marlin", "GPTQMarlinLinearMethod", "apply", rows=(1,)),
-)
-MODULES = (*NORMS, *ACTIVATIONS, *MATMULS)
-# In modules that are patched once the program has imported them.
-LATER = (ASCEND_MATMUL, *QUANTISED_MATMULS)
 
 
 def method_of(layer: Any) -> str:

@@ -43,7 +43,6 @@ from ascend_parallel.patches.vllm.operators import (
     give_names,
 )
 from ascend_parallel.patches.vllm.row_wise import method_of, multiplies_by_rows
-from ascend_parallel.tuning.measured.tuner import Tuner
 from ascend_parallel.version import __version__
 
 log = logging.getLogger("ascend_parallel")
@@ -85,7 +84,7 @@ def initialize_from_config(original: Function, vllm: Vllm) -> Function:
         if vllm.bits is not None:
             texts.append(str(vllm.bits))
         made = original(self, kv_cache_configs)
-        if vllm.bits is not None and (vllm.asked.auto or vllm.asked.tune):
+        if vllm.bits is not None and (vllm.settings.auto or vllm.settings.tune):
             texts.append(timed(self.worker.model_runner, model, config, vllm))
         if dist.is_initialized() and dist.get_rank() == 0:
             log.warning("%s", "; ".join(texts))
@@ -142,7 +141,7 @@ def keeps_own_graphs(config: Any, worker: Any, model: torch.nn.Module, vllm: Vll
     """
     device = next(model.parameters()).device.type
     fused = vllm.settings.fused and device == "npu"
-    if not vllm.asked.auto or vllm.asked.tune or fused or not vllm.leaves_rows or captures_graphs(config, device):
+    if not vllm.settings.auto or vllm.settings.tune or fused or not vllm.leaves_rows or captures_graphs(config, device):
         return False
     return can_leave_graphs(config) and untimed(config, worker.model_runner) is None
 
@@ -164,21 +163,21 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
 
     Every rank of the model's tensor-parallel group calls this.
     """
-    asked = "COC_TUNE" if vllm.asked.tune else "auto"
+    asked = "COC_TUNE" if vllm.settings.tune else "auto"
     device = next(model.parameters()).device
     group = importlib.import_module(PARALLEL_STATE).get_tp_group().device_group
     most, least = most_tokens(config), 2 * vllm.ladder(device.type)[0]
     if not (tokens := tried_tokens(most, least)):
         return f"{asked}: nothing is timed, since no step has {least} tokens: none is cut"
     sums = sums_of(covered_layers(model, vllm, has_operators(config, vllm)))
-    tuner = Tuner(vllm.asked) if vllm.asked.tune else None
-    if tuner is not None:
-        planned = known(tuner, sums, tokens, group, device.type)
+    decider = vllm.decider if vllm.settings.tune else None
+    if decider is not None:
+        planned = known(decider, sums, tokens, group, device.type)
         if planned is not None:
             vllm.keep_counts(engine_of(config), planned)
-            return f"COC_TUNE: chunks known from {vllm.asked.tune}"
+            return f"COC_TUNE: chunks known from {vllm.settings.tune}"
     if (why := untimed(config, runner)) is not None:
-        return f"{asked}: nothing is timed {why}, so {vllm.settings.num_chunks} chunks"
+        return f"{asked}: nothing is timed {why}, so {vllm.in_request.number} chunks"
     like = torch.empty(0, device=device)
 
     def step(tokens: int, variant: StepVariant) -> None:
@@ -187,7 +186,7 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
         now(like)
 
     variants = [WHOLE] if vllm.own_graphs else [WHOLE, *CUT]
-    leaves = tuner is None and vllm.leaves_rows and can_leave_graphs(config)
+    leaves = decider is None and vllm.leaves_rows and can_leave_graphs(config)
     if leaves:
         vllm.may_leave_graphs(model)
         variants += EAGER
@@ -195,17 +194,17 @@ def timed(runner: Any, model: torch.nn.Module, config: Any, vllm: Vllm) -> str:
     vllm.keep_counts(engine_of(config), measured)
     if leaves:
         vllm.may_leave_graphs(model, measured)
-    if tuner is None:
+    if decider is None:
         return f"auto, {measured}"
     keep(
-        tuner,
+        decider,
         measured,
         sums,
         functools.partial(token_chunks, device=device.type, least=vllm.least_rows),
         group,
         device.type,
     )
-    return f"COC_TUNE, {measured}, written to {vllm.asked.tune}"
+    return f"COC_TUNE, {measured}, written to {vllm.settings.tune}"
 
 
 def chunks_in_words(vllm: Vllm, sums: list[Sum], device: str) -> str:
@@ -213,13 +212,13 @@ def chunks_in_words(vllm: Vllm, sums: list[Sum], device: str) -> str:
     if vllm.in_one:
         return "each in one chunk (COC_MODE=1)"
     ladder, counts = vllm.ladder(device), vllm.counts
-    if vllm.asked.auto or vllm.asked.tune:
+    if vllm.settings.auto or vllm.settings.tune:
         count = f"{COUNTS[0]} to {COUNTS[-1]} chunks"
     elif isinstance(counts, PlannedCounts):
         planned = sum(bool(counts.entries_of(each)) for each in sums)
         count = f"the chunks of COC_PLAN for {planned} of {len(sums)} matmuls"
     else:
-        count = f"about {vllm.settings.num_chunks} chunks"
+        count = f"about {vllm.in_request.number} chunks"
     return f"in steps of {2 * ladder[0]} tokens or more, in {count} of {ladder[0]} to {ladder[-1]} tokens"
 
 
@@ -230,7 +229,7 @@ def covered_layers(model: torch.nn.Module, vllm: Vllm, operators: bool) -> list[
 
 
 def sums_of(layers: Iterable[Any]) -> list[Sum]:
-    """Return what row layers have the ranks sum, each once."""
+    """Return the sums of row layers over the ranks, each once."""
     return list(
         dict.fromkeys(Sum(each.input_size_per_partition, each.output_size, each.params_dtype) for each in layers)
     )
@@ -277,7 +276,7 @@ def is_compiled(config: Any) -> bool:
 
 def mark_caches(vllm: Vllm) -> None:
     """Put settings and version among vLLM's variables: a graph that was compiled without them is another graph."""
-    text = repr(sorted(vllm.asked.shared().items(), key=str))
+    text = repr(sorted(vllm.settings.shared().items(), key=str))
     digest = f"{__version__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     _variables()[CACHE_KEY] = lambda: f"{digest} {vllm.operators}"
 

@@ -18,7 +18,7 @@ from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.region_choice import RegionChoice
 from ascend_parallel.process_groups import consistency
 from ascend_parallel.process_groups.consistency import DisagreementError
-from ascend_parallel.tuning.measured.tuner import Tuner
+from ascend_parallel.tuning.measured.decider import Decider
 
 CHUNKS, ROWS, WIDTH, INNER = 4, 128, 32, 48
 
@@ -106,8 +106,8 @@ def test_a_capture_before_the_warm_up_is_an_error_that_says_so(group):
                 Block(group, sequence_parallel, CHUNKS).step()
         shape = LayerShape("row", ROWS, INNER, WIDTH, 2, False, torch.float32, "cpu")
         with pytest.raises(DisagreementError, match=r"the tuning of .* while a graph is captured.* warm-up"):
-            Tuner(Settings(auto=True)).chunks_for(shape, group, backward=False)
-        choice, x = RegionChoice(Settings(num_chunks=4, region="auto")), torch.ones(1)
+            Decider(Settings(auto=True)).known_of_layer(shape, group, backward=False)
+        choice, x = RegionChoice("auto"), torch.ones(1)
         with pytest.raises(DisagreementError, match=r"COC_REGION=auto while a graph is captured.* warm-up"):
             choice.call(torch.nn.Identity(), x, lambda: x)
 

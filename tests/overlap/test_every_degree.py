@@ -8,7 +8,7 @@ from every_degree import at_degrees, digest
 from marks import promise
 
 from ascend_parallel import DegreeError, Settings, column_linear, row_linear
-from ascend_parallel.ops import Problem, choose
+from ascend_parallel.ops import Matmul, choose
 from ascend_parallel.overlap.row_blocks import RowBlocks
 
 TREE = Settings(deterministic="tp")
@@ -238,4 +238,4 @@ def test_a_sum_sends_no_more_than_a_ring(ranks, count, chunks):
 def test_what_cannot_be_cut_is_an_error(problem, words):
     operator, m, k, n, ranks = problem
     with pytest.raises(DegreeError, match=words):
-        choose(Problem(operator, m, k, n, torch.float32, "cpu", ranks), TREE)
+        choose(Matmul(operator, m, k, n, torch.float32, "cpu", ranks), TREE)

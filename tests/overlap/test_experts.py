@@ -1,17 +1,20 @@
 """Experts of a mixture, exchanged in groups: against all experts in one process in float64, and bit for bit."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from marks import promise
+from pool import on_ranks
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.expert_exchange import RowCounts
-from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, run_experts
+from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
+from ascend_parallel.overlap.inner_graph import MOST_READERS, ReadersApart
 
 WIDTH, INNER = 48, 40
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
@@ -232,3 +235,45 @@ def test_groups_keep_bits_and_equal_the_truth(ranks, case):
         expected = {"rows", "up", "down", "output"} | ({"probs"} if case.probs else set())
         frozen = {"weights": {"up", "down"}, "": set()}.get(case.frozen, {case.frozen})
         assert expected - frozen <= set(names)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_no_weight_gets_its_gradient_once(group):
+    """Of all groups that read it, in the order of autograd, and its hooks run once."""
+    world, rank = World(Case(loads=EVEN)), group.rank()
+    own = slice(4 * rank, 4 * rank + 4)
+    counts = RowCounts(sent=[EVEN[rank][:4], EVEN[rank][4:]], received=[loads[own] for loads in EVEN])
+    gradients, calls = [], []
+    for run in (experts_in_turn, functools.partial(run_experts, settings=Settings(num_chunks=4, mode=2))):
+        up, down = (w[own].float().requires_grad_() for w in (world.up, world.down))
+        rows, scale = world.rows[rank].float().requires_grad_(), torch.ones(WIDTH, requires_grad=True)
+        scale.register_hook(lambda gradient: calls.append(gradient))
+
+        def scaled(expert_group, x, p, weights, scale=scale):
+            return run_group(expert_group, x * scale, p, weights)
+
+        y = run(rows, counts, LocalExperts(run=scaled, weights=[up, down]), group=group)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        (y * world.dy[rank].float()).sum().backward()
+        gradients.append([scale.grad, rows.grad, up.grad, down.grad])
+    assert len(calls) == 2
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 5, MOST_READERS + 3])
+def test_gradients_of_readers_are_added_one_by_one(count):
+    torch.manual_seed(count)
+    factors, x = torch.randn(count + 1, 40, dtype=torch.float32), torch.randn(40, requires_grad=True)
+    base = x * 1
+    (plain,) = torch.autograd.grad(sum(base * factor for factor in factors), x, torch.ones(40))
+
+    base = x * 1
+    readers = ReadersApart(base)
+    y = readers.x * 1
+    y.register_hook(lambda _: readers.gradients.extend(factors[1:].flip(0)))
+    (found,) = torch.autograd.grad(base * factors[0] + y, x, torch.ones(40))
+    if count < MOST_READERS:
+        expected = functools.reduce(torch.add, [factors[0], *factors[1:].flip(0)])
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    assert readers.gradients == []

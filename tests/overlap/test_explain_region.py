@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ascend_parallel
-from ascend_parallel import Problem, Settings
+from ascend_parallel import Matmul, Settings
 
 FINISHED = "COC_REGION=1: rows are finished in the layer: "
 WAITED = "rows are waited for where they are read, in 4 chunks"
@@ -19,6 +19,6 @@ SAID = {  # operator, rows, settings, the line about regions
 
 @pytest.mark.parametrize("operator, rows, settings, line", SAID.values(), ids=SAID)
 def test_the_region_is_explained(operator, rows, settings, line):
-    problem = Problem(operator, rows, 1024, 1024, torch.float32, "cpu", 2)
+    problem = Matmul(operator, rows, 1024, 1024, torch.float32, "cpu", 2)
     assert line in str(ascend_parallel.explain(problem, Settings(**{"num_chunks": 4, "region": True, **settings})))
     assert "REGION" not in str(ascend_parallel.explain(problem, Settings(num_chunks=4)))

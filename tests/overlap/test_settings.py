@@ -57,7 +57,7 @@ def test_bad_chunk_counts(value):
         ("USE_COC_FUSED_KERNEL", "yes", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "", "0 or 1"),
         ("USE_COC_FUSED_KERNEL", "2", "0 or 1"),
-        ("COC_DETERMINISTIC", "true", "0, 1 or tp"),
+        ("COC_DETERMINISTIC", "true", "0, 1, tp or invariant"),
         ("COC_DIGESTS", " ", "the folder to write to"),
         ("COC_STRICT", "", "0 or 1"),
         ("COC_TIME_LIMIT", "0", "whole seconds from 1 to 86400"),
@@ -98,7 +98,7 @@ def test_determinism_is_asked_of_one_chunk_too():
         ({"region": True}, "COC_REGION=1 is not allowed"),
         ({"region": "auto"}, "COC_REGION=auto is not allowed"),
         ({"split_weight_gradient": True}, "not allowed with COC_DETERMINISTIC=tp"),
-        ({"deterministic": "dp"}, 'true, false or "tp"'),
+        ({"deterministic": "dp"}, 'true, false, "tp" or "invariant"'),
     ],
 )
 def test_what_excludes_the_same_bits_at_every_degree(others, words):

@@ -17,8 +17,9 @@ from torch_parallel import decoder, parallel
 from torch_parallel import step as torch_step
 
 import ascend_parallel
-from ascend_parallel.ops import Problem, bits, choose
-from ascend_parallel.overlap.chunks import choices_ahead
+from ascend_parallel.ops import Matmul, bits, choose
+from ascend_parallel.ops.decision import OF_GROUPS, of_group
+from ascend_parallel.overlap.known import decisions_ahead, known_of
 from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.tuning.measured.chunk_plan import Plan, this_machine
 
@@ -91,7 +92,7 @@ def other_questions(group):
     class Knows:
         def calls_ahead(self, group, problem):
             for m in calls.values():
-                other = Problem("all_gather_matmul", m * 3, 64, 48, torch.float32, "cpu", 3)
+                other = Matmul("all_gather_matmul", m * 3, 64, 48, torch.float32, "cpu", 3)
                 yield choose(other, ascend_parallel.Settings(num_chunks=4)), "transposed"
 
     x, w = torch.randn(96, 64), torch.randn(48, 64).t()
@@ -99,7 +100,7 @@ def other_questions(group):
     knows = Knows()
     with mock.patch.object(bits, "AHEAD", [knows]), agreements() as asked:
         ascend_parallel.ops.all_gather_matmul(x, w, three, num_chunks=4)
-    return asked, sorted(question.problem.m for question in bits._PROBED[three])
+    return asked, sorted(question.matmul.m for question in of_group(three).bits)
 
 
 def test_of_what_follows_counts_what_every_rank_names(ranks):
@@ -113,13 +114,15 @@ def test_of_what_follows_counts_what_every_rank_names(ranks):
 )
 def test_a_call_that_may_never_come_is_no_error(m, settings, calls):
     """Rows of a vision tower that its ranks do not share are no rows of a layer that shares its own."""
-    problem = Problem("matmul_all_reduce", m, 64, 48, torch.float32, "cpu", 2)
+    problem = Matmul("matmul_all_reduce", m, 64, 48, torch.float32, "cpu", 2)
     shape = LayerShape.beside(problem, ROW, 64, 48, sequence_parallel=True)
     settings = ascend_parallel.Settings(num_chunks=4, **settings)
-    assert len(list(choices_ahead(settings, shape, backward=True, leaves_rows=True))) == calls
+    ahead = decisions_ahead(settings, known_of(settings), shape, backward=True, leaves_rows=True)
+    assert len(list(ahead)) == calls
 
 
 def llama(group, path):
+    OF_GROUPS.clear()  # other tests of these processes may have asked for the same shapes
     model = load(group, path)
     try:
         with agreements() as asked:

@@ -202,10 +202,6 @@ REFUSALS = {
     ),
     "features": ({"hidden": 68, "heads": 4}, "decoder.layers.0.self_attention.linear_qkv (ColumnParallelLinear): 102"),
     "fused loss": ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion=True"),
-    "heads": (
-        {"hidden": 128, "heads": 8, "num_query_groups": 4, "qk_layernorm": True},
-        "4 heads of a norm or a bias, which ranks share, are not a multiple of 8",
-    ),
 }
 
 

@@ -12,7 +12,7 @@ from logged import logged
 
 import ascend_parallel
 from ascend_parallel import patch_control
-from ascend_parallel.tuning.measured import pass_times, tuner
+from ascend_parallel.tuning.measured import decider, pass_times
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def last_line():
 
 def kept_whole(group, path, settings):
     """Compare layers of which every cut loses with Megatron-core's own."""
-    tuner.CHUNKS.clear()
+    decider.CHUNKS.clear()
     with every_cut_loses(path), Layers(group.size(), settings) as layers:
         results = [
             layers.compare(kind, (256, columns), config={"sequence_parallel": sequence_parallel}, **more)

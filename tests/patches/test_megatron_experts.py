@@ -11,11 +11,13 @@ from marks import promise
 from megatron_cpu import next_token_loss
 from megatron_moe import compared, expert_parallel, moe_config, skew, small_moe_gpt, tokens_of, train
 from pool import on_ranks
+from refused_plan import REFUSED, refused_plan
 
 import ascend_parallel
 from ascend_parallel.patches.base import version_tuple
 from ascend_parallel.patches.megatron import installed_version
 from ascend_parallel.patches.megatron.built_classes import replaced_experts
+from ascend_parallel.process_groups.consistency import DisagreementError
 
 VERSION = version_tuple(installed_version())
 pytestmark = pytest.mark.skipif(VERSION < (0, 12), reason="its exchange is covered from 0.12")
@@ -400,3 +402,10 @@ def test_verification_compares_with_megatrons_own_and_finds_a_planted_fault(rank
     for error in ranks(2).run(verified, "output"):
         assert "MoELayer, experts): the output of call 1 is wrong" in error, error
         assert "expert_exchange of 4 experts a rank" in error
+
+
+@on_ranks(2)
+def test_a_plan_that_one_rank_refuses_is_an_error_on_every_rank(group):
+    """Ranks compare settings once: whoever refuses the plan has to say so then, or raises alone."""
+    with expert_parallel(2), refused_plan(group.rank() == 1) as plan, pytest.raises(DisagreementError, match=REFUSED):
+        train({}, {"num_chunks": 2, "plan": plan}, steps=1)

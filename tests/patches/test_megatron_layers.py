@@ -312,7 +312,7 @@ def test_coverage_is_said(ranks):
 
 @on_ranks(2)
 def test_nothing_stands_between_a_layer_and_its_kernel(group):
-    """Nine frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
+    """Ten frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
     from ascend_parallel.ops import chunked
 
     steps = {}
@@ -336,11 +336,11 @@ def test_nothing_stands_between_a_layer_and_its_kernel(group):
         layers.make("ColumnParallelLinear", config={"sequence_parallel": True})(torch.randn(64, 2, 96))
     assert steps == {
         "matmul_all_reduce": [
-            *("forward", "run_linear", "_run", "run_row", "apply", "forward", "row_forward"),
+            *("forward", "run_linear", "run_covered", "_run", "run_row", "apply", "forward", "row_forward"),
             *("start_matmul_all_reduce", "matmul_all_reduce"),
         ],
         "all_gather_matmul": [
-            *("forward", "run_linear", "_run", "run_column", "apply", "forward", "column_forward"),
+            *("forward", "run_linear", "run_covered", "_run", "run_column", "apply", "forward", "column_forward"),
             *("run_all_gather_matmul", "all_gather_matmul"),
         ],
     }

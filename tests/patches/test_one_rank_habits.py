@@ -49,6 +49,19 @@ def watched(model):
 
 
 @contextlib.contextmanager
+def watched_forward(model):
+    """As torch leaves a single mode: it takes it off in `backward`."""
+    own = model.forward
+
+    def forward(ids):
+        with Watching():
+            return own(ids)
+
+    with patch.object(model, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
 def wrapped_function(model):
     calls, own = [], F.linear
     with patch.object(F, "linear", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)):
@@ -223,9 +236,37 @@ def recomputed(group, plan, habit):
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("plan", ["plain", "sequence"])
-@pytest.mark.parametrize("habit", [other_class, own_forwards])
+@pytest.mark.parametrize("habit", [other_class, own_forwards, watched, watched_forward])
 def test_checkpoints_are_computed_again_at_the_same_point_on_all_ranks(ranks, plan, habit):
     (error, first), (other_error, second) = ranks(2).run(recomputed, plan, habit)
+    assert max(error, other_error) < 1e-5
+    assert first == second > 0
+
+
+def recomputed_after_both(group, order):
+    """Return the worst error of a backward of two checkpointed forwards; rank 1 alone runs one of them under a mode."""
+    ascend_parallel.configure(num_chunks=4)
+    model = parallel(decoder(layers=1), init_device_mesh("cpu", (group.size(),)), "plain")
+    (block,) = model.layers
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    own = model.forward
+
+    def forward(ids):
+        logits = []
+        for wanted in order:
+            with Watching() if wanted and group.rank() == 1 else contextlib.nullcontext():
+                logits.append(own(ids))
+        return sum(logits)
+
+    with patch.object(model, "forward", forward):
+        plain, overlapped = both(model, step)
+    return worst(overlapped, plain)[0], collectives()
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_checkpoints_remember_the_mode_of_their_own_forward(ranks, order):
+    """With the mode of the last forward a checkpoint would save other tensors the second time, on that rank alone."""
+    (error, first), (other_error, second) = ranks(2).run(recomputed_after_both, order)
     assert max(error, other_error) < 1e-5
     assert first == second > 0
 

@@ -214,9 +214,8 @@ def test_checked_passes_are_not_timed(ranks):
 def excluded(group):
     """Return what was decided for a configuration that excludes regions."""
     from ascend_parallel.patches.region_choice import RegionChoice
-    from ascend_parallel.settings import Settings
 
-    choice, x = RegionChoice(Settings(num_chunks=4, region="auto")), torch.ones(1)
+    choice, x = RegionChoice("auto"), torch.ones(1)
     before = str(choice)
     assert choice.call(torch.nn.Identity(), x, lambda: x, "CUDA graphs") is x
     return before, str(choice), choice.on

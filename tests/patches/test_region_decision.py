@@ -17,11 +17,10 @@ def seconds(pairs, warm=(9.0, 9.0)):
     ("pairs", "region"),
     [
         ([(1.0, 0.9)] * 4, True),
-        ([(1.0, 1.1)] * 4, False),
-        ([(1.0, 0.99)] * 4, False),  # less than 2 %
-        ([(1.0, 0.5)] * 3 + [(1.0, 5.0)], True),  # one turn may lose
-        ([(1.0, 0.5)] * 2 + [(1.0, 1.1)] * 2, False),  # two may not, though the medians win
-        ([(1.0, 1.0)] * 4, False),
+        (
+            [(1.0, 0.5)] * 2 + [(1.0, 1.1)] * 2,
+            False,
+        ),  # neighbouring turns are the rounds of a contest
     ],
 )
 def test_the_decision_is_a_pure_function_of_the_turns(pairs, region):

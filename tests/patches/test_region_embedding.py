@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from delayed_collectives import DelayedWork, delayed_collectives
 from gpt_training import REGION, megatron
 from pool import on_ranks
+from refused_plan import REFUSED, refused_plan
 
 import ascend_parallel
+from ascend_parallel.process_groups.consistency import DisagreementError
 
 VOCAB, HIDDEN, TOKENS = 1200, 256, 768
 
@@ -120,3 +122,14 @@ def test_where_no_rows_can_be_left_the_original_runs(group):
             counts.append(ascend_parallel.ops.COUNTS.as_dict().get("region embedding"))
             assert torch.allclose(found[0], truth[0].float(), atol=1e-4)
     assert counts == [None] * 3
+
+
+@on_ranks(2)
+def test_a_plan_that_one_rank_refuses_is_an_error_on_every_rank(group):
+    """Ranks compare settings once: whoever refuses the plan has to say so then, or raises alone."""
+    with megatron(group.size()), refused_plan(group.rank() == 1) as plan:
+        from megatron.core import parallel_state
+
+        ascend_parallel.configure(**REGION, plan=plan)
+        with pytest.raises(DisagreementError, match=REFUSED):
+            embedding(parallel_state.get_tensor_model_parallel_group(), 1)

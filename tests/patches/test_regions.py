@@ -22,6 +22,8 @@ OPTIONS = {
     "recompute, sequence parallel": {"recompute": True, "sequence_parallel": True},
     "recompute of the attention core": {"recompute_granularity": "selective"},
     "dropout": {"dropout": 0.1},
+    "llama, fused activation": {**LLAMA, "rope": True, "bias_activation_fusion": True},
+    "gpt, fused activation": {"bias_activation_fusion": True},
 }
 
 
@@ -85,7 +87,7 @@ def unfinished_rows(group, options):
 
 @promise("region-bits")
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel"])
+@pytest.mark.parametrize("style", ["gpt", "llama", "gpt, sequence parallel", "llama, fused activation"])
 def test_nothing_reads_rows_that_are_not_there_yet(ranks, style):
     options = with_regions({**OPTIONS[style], "recompute": style == "llama", "steps": 2})
     assert ranks(2).run(unfinished_rows, options) == [(True, [], 0)] * 2

@@ -11,8 +11,8 @@ from tolerances import close
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
-from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import problem_of
+from ascend_parallel.ops.call import matmul_of
+from ascend_parallel.ops.operators import decision_for
 from ascend_parallel.patches.symm_mem import devices
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -149,15 +149,19 @@ def bits(group, shape, dim, dtype):
         shard, b = drawn(*shape, seed=rank, dtype=dtype), drawn(shape[-1], 192, seed=7, dtype=dtype)
         reference = symmetric_memory._fused_all_gather_matmul_fallback(shard, [b], dim, name)
         result = gather(shard, [b], dim, name)
-        choice = choice_for(problem_of("all_gather_matmul", shard.movedim(dim, 0), b, group), group, settings, CPU)
+        choice = decision_for(
+            matmul_of("all_gather_matmul", shard.movedim(dim, 0), b, group), group, settings, None, CPU
+        )
         held = torch.equal(result[0], reference[0]) and torch.equal(result[1][0], reference[1][0])
-        found.append((choice.bit_exact, held, len(choice.sizes)))
+        found.append((choice.exact, held, len(choice.sizes)))
         size = [n * ranks if i == dim else n for i, n in enumerate(shape)]
         part, b = drawn(*size, seed=rank, dtype=dtype), drawn(shape[-1], 192, seed=rank + 9, dtype=dtype)
         reference = symmetric_memory._fused_matmul_reduce_scatter_fallback(part, b, "sum", dim, name)
         result = scatter(part, b, "sum", dim, name)
-        choice = choice_for(problem_of("matmul_reduce_scatter", part.movedim(dim, 0), b, group), group, settings, CPU)
-        found.append((choice.bit_exact, torch.equal(result, reference), len(choice.sizes)))
+        choice = decision_for(
+            matmul_of("matmul_reduce_scatter", part.movedim(dim, 0), b, group), group, settings, None, CPU
+        )
+        found.append((choice.exact, torch.equal(result, reference), len(choice.sizes)))
     return found
 
 

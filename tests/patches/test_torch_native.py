@@ -23,9 +23,9 @@ import ascend_parallel
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import COUNTS
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.ops.decision import Known, because
 from ascend_parallel.patches import linear_call
-from ascend_parallel.tuning.measured.tuner import Tuner
+from ascend_parallel.tuning.measured.decider import Decider
 
 
 def parallelised(group, plan, **options):
@@ -330,13 +330,13 @@ def test_what_tuning_keeps_whole_runs_as_torch_does(group, plan):
 
     def never(self, shape, group, *, backward, agree):
         agree()
-        return Chunks.measured(self._settings, None, "as fast", original=True)
+        return Known(because=because("as_fast"), original=True)
 
-    own, Tuner.chunks_for = Tuner.chunks_for, never
+    own, Decider.known_of_layer = Decider.known_of_layer, never
     try:
         different = unequal(*both(model, step, num_chunks="auto"))
     finally:
-        Tuner.chunks_for = own
+        Decider.known_of_layer = own
     assert different == []
     assert calls() == before
 

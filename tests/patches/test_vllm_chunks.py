@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from ascend_parallel.ops.row_wise import RowWise
 from ascend_parallel.patches.base import PatchError
 from ascend_parallel.patches.vllm import refuse_unless_allowed
 from ascend_parallel.patches.vllm.chunks import ladder_of, token_chunks
-from ascend_parallel.patches.vllm.row_wise import RowWise
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])

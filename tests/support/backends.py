@@ -7,7 +7,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ascend_parallel.ops import bits, collectives, operators, registry
+from ascend_parallel.ops import collectives, registry
+from ascend_parallel.ops.decision import OF_GROUPS
 from ascend_parallel.process_groups import backend
 from ascend_parallel.process_groups.backend import HCCL, NCCL
 
@@ -55,9 +56,8 @@ def as_backend(name, group):
     """Run what another backend gets, with gloo's collectives and the host's tensors; "unknown": one without a row."""
 
     def forget():
-        for kept in (operators._CHOICES, bits._PROBED):
-            kept.pop(group, None)
-        registry._cached_choice.cache_clear()
+        OF_GROUPS.pop(group, None)
+        registry._choose.cache_clear()
         backend.unknown.cache_clear()
 
     forget()

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ascend_parallel
-from ascend_parallel.ops import COUNTS, bits
+from ascend_parallel.ops import COUNTS
+from ascend_parallel.ops.decision import OF_GROUPS
 
 VOCABULARY, ROWS = 480, (2, 96)
 SHAPE = {
@@ -163,7 +164,7 @@ def unequal(plain, overlapped):
 
 def chunks_keep_bits():
     """Tell whether the probes of this process found chunks with the whole matmul's bits for every shape."""
-    answers = (answer for probed in bits._PROBED.values() for answer in probed.items())
+    answers = (answer for decided in OF_GROUPS.values() for answer in decided.bits.items())
     return all(index < len(question.candidates) for question, index in answers)
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, SEND, MeshCosts, sent
+from ascend_parallel.process_groups.collectives import ALL_REDUCE, SEND
+from ascend_parallel.sharding.redistribute.costs import MeshCosts, sent
 
 
 @dataclass(frozen=True)

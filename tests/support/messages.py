@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_parallel.ops.decision import SENTENCES
+
 ROOT = Path(__file__).parents[2]
-SOURCES = ("ascend_parallel", "ops", "patches", "ascend_parallel_autoload.py")
+SOURCES = ("ascend_parallel", "ops", "patches", "ascend_parallel_autoload")
 LOGGING = {"warning", "info", "error", "warn", "say_once", "log_uncovered", "_warn_once"}
 FILLED = "…"
 EVERY_DEGREE = "COC_DETERMINISTIC=tp: "  # what a DegreeError, which an arithmetic raises, begins with
-CAUGHT = {"CannotExpandError"}  # by the package itself, always: no user sees them
+CAUGHT = {"CannotExpandError", "_NotByRowsError"}  # by the package itself, always: no user sees them
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def literals():
     for path in files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             found += texts(node) if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp, ast.Call)) else []
+    # Reasons, which follow one another.
+    found += [f"{FILLED}; {re.sub('{[^}]*}', FILLED, sentence)}" for sentence in SENTENCES.values()]
     sources = (ROOT / "ops" / "csrc").glob("*.cpp")
     return found + [one for path in sources for one in re.findall(r'"([^"\n]*)"', path.read_text())]
 

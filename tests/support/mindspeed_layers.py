@@ -35,20 +35,20 @@ def compare(model, weights=None, norm=None):
     norm     the function of x and the norm's parameters that comes first
     """
     column, row = model["column"], model["row"]
-    sequence = row.sequence_parallel
+    sequence, device = row.sequence_parallel, row.weight.device
     generator = torch.Generator().manual_seed(3)
     x_m, dz_m = (torch.randn((ROWS, BATCH, K), generator=generator) for _ in range(2))
     with torch.no_grad():
         for index, bias in enumerate((column.bias, row.bias)):
             bias.copy_(torch.randn(bias.shape, generator=generator.manual_seed(4 + index)))  # equal on all ranks
-    x = (share(x_m, 0) if sequence else x_m).clone().requires_grad_()
+    x = (share(x_m, 0) if sequence else x_m).clone().to(device).requires_grad_()
     z = row(column(x)[0])[0]
-    z.backward(share(dz_m, 0) if sequence else dz_m)
+    z.backward((share(dz_m, 0) if sequence else dz_m).to(device))
 
     wholes = weights or (gathered(column.weight, 0), gathered(row.weight, 1))
     norms = [p.detach() for name, p in column.named_parameters() if name.startswith("layer_norm")]
     operands = [x_m, wholes[0], gathered(column.bias, 0), wholes[1], row.bias.detach(), *norms]
-    x64, w1, b1, w2, b2, *n64 = (operand.double().clone().requires_grad_() for operand in operands)
+    x64, w1, b1, w2, b2, *n64 = (operand.cpu().double().clone().requires_grad_() for operand in operands)
     z64 = ((norm(x64, *n64) if norm else x64) @ w1.t() + b1) @ w2.t() + b2
     z64.backward(dz_m.double())
     rows = (lambda whole: share(whole, 0)) if sequence else (lambda whole: whole)
@@ -68,4 +68,4 @@ def compare(model, weights=None, norm=None):
 
 
 def close(got, truth):
-    return (got.double() - truth).abs().max().item() <= 2e-5 * truth.abs().max().item()
+    return (got.cpu().double() - truth).abs().max().item() <= 2e-5 * truth.abs().max().item()

@@ -1,8 +1,9 @@
 """The real MindSpeed on the real Megatron-LM, without NPU and CANN: processes that import both, and run their layers.
 
 MINDSPEED and MEGATRON name checkouts; neither can be had from pip (``make compat-mindspeed``). torch_npu is the real
-wheel over stub libraries (npu_wheel.py). What stands for something else here: the modules in `ABSENT`, the device
-"cpu" where MindSpeed asks for the present device, and gloo for HCCL.
+wheel over stub libraries (npu_wheel.py); tests/ascend/test_mindspeed.py has emulated NPUs and HCCL instead. What stands
+for something else here: the modules in `ABSENT`, the device "cpu" where MindSpeed asks for the present device, and gloo
+for HCCL.
 """
 
 import importlib.abc

@@ -5,6 +5,9 @@ through its entry point, as it does for users). What the wheel needs of CANN are
 functions of them it needs is read from its own ELF files: the names that are undefined there and defined
 neither there nor in anything this process, with torch, has loaded. Stubs with those names are compiled.
 
+The stubs stay beside the emulated CANN (tests/ascend), which needs an environment of its own: here other versions of
+the wheel are tried (TORCH_NPU), meta kernels are compared, and one rank's missing part is planted.
+
 `CpuKernels` then registers CPU kernels over gloo under the wheel's own ``npu::`` schemas, which go on refusing
 arguments that they do not know.
 """

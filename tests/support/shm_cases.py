@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ascend_parallel.ops import Problem, registry, shm
+from ascend_parallel.ops import Matmul, registry, shm
 from ascend_parallel.ops.multiply import aligned
 from ascend_parallel.ops.rows import deterministic_tile
 
@@ -43,7 +43,7 @@ def rank_order_sum(parts):
 
 def cut(operator, dtype, m, k, n, ranks, tiled=False):
     """The pieces in which a call's rows pass, and its row tile."""
-    problem = Problem(operator, m, k, n, dtype, "cpu", ranks, shm=None, deterministic=tiled)
+    problem = Matmul(operator, m, k, n, dtype, "cpu", ranks, shm=None, deterministic=tiled)
     return shm.pieces(problem), deterministic_tile(m) if tiled else 0
 
 
@@ -95,10 +95,10 @@ def pieces_of(group, size):
     """Have rows of this group pass in pieces of `size` bytes, in a segment of its own; on all ranks together."""
     usual, shm.PIECE_BYTES = shm.PIECE_BYTES, size
     shm._SHARED.pop(group, None)
-    registry._cached_choice.cache_clear()
+    registry._choose.cache_clear()
     try:
         yield
     finally:
         shm.PIECE_BYTES = usual
         shm._SHARED.pop(group, None)
-        registry._cached_choice.cache_clear()
+        registry._choose.cache_clear()
