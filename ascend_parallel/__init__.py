@@ -20,12 +20,13 @@ if _TYPE_CHECKING:
     from ascend_parallel import ops
     from ascend_parallel.diagnostics import timeline
     from ascend_parallel.diagnostics.verify import Verification, VerificationError
-    from ascend_parallel.ops import CollectiveError, DegreeError, Explanation, Problem, UnmetRequestError
+    from ascend_parallel.ops import CollectiveError, DegreeError, Explanation, Matmul, UnmetRequestError
     from ascend_parallel.ops.comm_scales import CommScales
     from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
     from ascend_parallel.overlap.choices import explain
     from ascend_parallel.overlap.int8_linear import int8_column_linear, int8_row_linear
     from ascend_parallel.overlap.linear import column_linear, row_linear
+    from ascend_parallel.overlap.logprobs import logprobs
     from ascend_parallel.overlap.quantised import quantise_row_parallel, quantised_row_linear
     from ascend_parallel.overlap.weight_gradient import WeightGradient
     from ascend_parallel.patch_control import (
@@ -39,6 +40,7 @@ if _TYPE_CHECKING:
     )
     from ascend_parallel.patches.base import ConflictError, PatchError
     from ascend_parallel.patches.coverage import Coverage, coverage
+    from ascend_parallel.patches.weight_digests import weight_digests
     from ascend_parallel.process_groups.consistency import DisagreementError
     from ascend_parallel.settings import Settings, SettingsError
 
@@ -50,8 +52,8 @@ __all__ = [
     "DegreeError",
     "DisagreementError",
     "Explanation",
+    "Matmul",
     "PatchError",
-    "Problem",
     "QuantisedWeight",
     "Settings",
     "SettingsError",
@@ -67,6 +69,7 @@ __all__ = [
     "explain",
     "int8_column_linear",
     "int8_row_linear",
+    "logprobs",
     "ops",
     "quantise_row_parallel",
     "quantise_weight",
@@ -78,18 +81,20 @@ __all__ = [
     "timeline",
     "unregister_symm_mem",
     "verification",
+    "weight_digests",
 ]
 
 # What the block above imports, for `__getattr__`: the public names by the module that they come from.
 _MODULES = {"ops": "ascend_parallel.ops", "timeline": "ascend_parallel.diagnostics.timeline"}
 _NAMES = {
     "diagnostics.verify": ("Verification", "VerificationError"),
-    "ops": ("CollectiveError", "DegreeError", "Explanation", "Problem", "UnmetRequestError"),
+    "ops": ("CollectiveError", "DegreeError", "Explanation", "Matmul", "UnmetRequestError"),
     "ops.comm_scales": ("CommScales",),
     "ops.quantised": ("QuantisedWeight", "quantise_weight"),
     "overlap.choices": ("explain",),
     "overlap.int8_linear": ("int8_column_linear", "int8_row_linear"),
     "overlap.linear": ("column_linear", "row_linear"),
+    "overlap.logprobs": ("logprobs",),
     "overlap.quantised": ("quantise_row_parallel", "quantised_row_linear"),
     "overlap.weight_gradient": ("WeightGradient",),
     "patch_control": (
@@ -103,6 +108,7 @@ _NAMES = {
     ),
     "patches.base": ("ConflictError", "PatchError"),
     "patches.coverage": ("Coverage", "coverage"),
+    "patches.weight_digests": ("weight_digests",),
     "process_groups.consistency": ("DisagreementError",),
     "settings": ("Settings", "SettingsError"),
 }

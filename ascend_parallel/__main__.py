@@ -22,6 +22,8 @@ HELP = (["-h"], ["--help"], ["--version"])
 def main() -> None:
     """Run the command named on the command line."""
     if sys.argv[1:2] not in (["run"], ["verify"]):
+        if sys.argv[1:2] == ["try"] and any(word.startswith("--emulated") for word in _own_words()):
+            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu loads in the emulation alone
         from ascend_parallel.cli.app import app
 
         app(prog_name="ascend-parallel")
@@ -32,6 +34,12 @@ def main() -> None:
         run(sys.argv[2:])
     else:
         verify(sys.argv[2:])
+
+
+def _own_words() -> list[str]:
+    """Return the words of the command line without those of the user's command."""
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    return sys.argv[2:end]
 
 
 def _read_environment() -> None:
@@ -124,15 +132,20 @@ def _execute(script: str, as_module: bool) -> None:
 def verify(arguments: list[str]) -> None:
     """Run ``[--every N] [--json] [-m] SCRIPT [ARGUMENT ...]`` as `run` does, verified; exit with 1 on failure.
 
-    With ``--degrees 1,2,4`` start the script at these degrees instead, and compare their bits.
+    With ``--degrees 1,2,4`` start the script at these degrees instead, and compare their bits; with
+    ``--against-server CHECKPOINT`` compare the logprobs of a server and a trainer.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--every")
     parser.add_argument("--degrees")
+    for option in ("--against-server", "--prompts", "--tp", "--server-tp", "--new", "--dtype"):
+        parser.add_argument(option)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("-m", dest="module", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if options.against_server is not None:
+        _compare_with_server(parser, options)
     if not options.script:
         parser.error("give a script; --help shows how")
     if options.degrees is not None:
@@ -186,6 +199,41 @@ def _compare_degrees(parser: _Parser, options: argparse.Namespace) -> NoReturn:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
     raise SystemExit(0 if equal else 1)
+
+
+def _compare_with_server(parser: _Parser, options: argparse.Namespace) -> NoReturn:
+    """Compare the logprobs of a checkpoint in vLLM and in transformers; exit with 1 if bits differ."""
+    from dataclasses import asdict
+
+    from ascend_parallel.diagnostics.against_server import Request, ServerError, compare_with_server, prompts_of
+    from ascend_parallel.text import parse_int, shown
+
+    if options.script or options.every is not None or options.degrees is not None or "RANK" in os.environ:
+        parser.error("--against-server starts the ranks itself, and takes no script, no --every and no --degrees")
+    if options.prompts is None:
+        parser.error("--against-server: give --prompts FILE, a list of token ids in JSON on each line")
+    numbers: dict[str, int] = {}
+    for name in ("tp", "server_tp", "new"):
+        text = getattr(options, name)
+        if text is None:
+            continue
+        if (number := parse_int(text)) is None:
+            parser.error(f"--{name.replace('_', '-')} {shown(text)}: give a whole number")
+        numbers[name] = number
+    if options.dtype not in (None, "float32", "bfloat16"):
+        parser.error(f"--dtype {shown(options.dtype)}: give float32 or bfloat16")
+    try:
+        request = Request(
+            checkpoint=options.against_server,
+            prompts=prompts_of(options.prompts),
+            dtype=options.dtype or "float32",
+            **numbers,
+        )
+        result = compare_with_server(request)
+    except ServerError as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{json.dumps(asdict(result)) if options.json else result}\n")
+    raise SystemExit(1 if result.first else 0)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ascend_parallel.settings import (
     CONFIG_VARIABLE,
     KNOWN_VARIABLES,
     LOG_LEVELS,
+    ROWS_TOO,
     TP,
     VARIABLES,
     Settings,
@@ -147,8 +148,8 @@ def _parse(variable: str, name: str, text: str) -> Any:
         require(variable, text, word in ("0", "1"), "0 or 1")
         return word == "1"
     if name == "deterministic":
-        require(variable, text, word.lower() in ("0", "1", TP), "0, 1 or tp")
-        return TP if word.lower() == TP else word == "1"
+        require(variable, text, word.lower() in ("0", "1", TP, ROWS_TOO), "0, 1, tp or invariant")
+        return word == "1" if word in ("0", "1") else word.lower()
     if name == "region":
         require(variable, text, word.lower() in ("0", "1", "auto"), "0, 1 or auto")
         return "auto" if word.lower() == "auto" else word == "1"

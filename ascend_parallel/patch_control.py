@@ -29,6 +29,7 @@ from ascend_parallel.ops import COUNTS, shm_extension
 from ascend_parallel.ops.arithmetic import LIBRARY
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
+from ascend_parallel.patches import row_wise
 from ascend_parallel.patches.applied import NOTHING, Patches, version_of, wanted
 from ascend_parallel.patches.base import PatchError, PatchStatus
 from ascend_parallel.patches.framework_patch import FrameworkPatch, is_installed
@@ -37,7 +38,7 @@ from ascend_parallel.patches.tuned import all_kept_whole
 from ascend_parallel.process_groups import consistency
 from ascend_parallel.settings import KNOWN_VARIABLES, Settings, SettingsError, current_settings, put_in_force
 from ascend_parallel.version import __version__
-from ascend_parallel_autoload import Refusal
+from ascend_parallel_autoload.frameworks import Refusal
 
 log = logging.getLogger("ascend_parallel")
 
@@ -90,6 +91,7 @@ class PatchControl:
         self._overrides: dict[str, Any] = {}  # the arguments of the last `configure`
         self._variables: dict[str, str] = {}
         self._hooked: set[str] = set()  # the frameworks whose import is waited for
+        self._awaits_functions = False  # those of others that work row by row
         self._warns = False
         self._takes_over = False
         self._configured = False
@@ -249,6 +251,10 @@ class PatchControl:
                     wrapt.register_post_import_hook(functools.partial(self._imported, framework), module)
                 for module in framework.on_top:
                     wrapt.register_post_import_hook(self._patches.extend, module)
+        if current_settings().region and not self._awaits_functions:
+            self._awaits_functions = True
+            for module in row_wise.MODULES:
+                wrapt.register_post_import_hook(self._patches.extend, module)
         if not self._warns:
             self._warns = True
             atexit.register(self.warn_if_idle)

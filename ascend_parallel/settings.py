@@ -14,15 +14,16 @@ from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
-from ascend_parallel.ops.arithmetic import TP
+from ascend_parallel.ops.arithmetic import ROWS_TOO, TP
 from ascend_parallel.ops.settings import Bounds, ChunkPlan, OperatorSettings
 from ascend_parallel.ops.shape_table import MAX_CHUNKS, SettingsError, ShapeTable, require, whole_number
+from ascend_parallel_autoload import frameworks as known_frameworks
 
 ORDERS = ("auto", "compute_first", "communicate_first")
 MOST_PASSES = 1_000_000
 RAREST = 999_999_999
 COMPILED = ("auto", "original", "overlap")
-FRAMEWORKS = ("megatron", "transformers", "torch", "deepspeed", "symm_mem", "vllm")
+FRAMEWORKS = tuple(framework.name for framework in known_frameworks.FRAMEWORKS)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # Field of Settings -> environment variable that sets it.
@@ -131,11 +132,11 @@ class Settings(OperatorSettings):
                 f"COC_SPLIT_WEIGHT_GRADIENT=1 is not allowed with {self.arithmetic.asked}: the bits of a split "
                 "weight gradient depend on the chunks; set one of the two to 0"
             )
-        if self.deterministic == TP and (self.region or self.mode == 0):
+        if self.arithmetic.forms_every_product and (self.region or self.mode == 0):
             other = "COC_MODE=0" if self.mode == 0 else f"COC_REGION={'1' if self.region is True else self.region}"
             raise SettingsError(
-                f"{other} is not allowed with COC_DETERMINISTIC=tp, whose bits only this package's own linear layers "
-                "have, one by one: unset one of the two"
+                f"{other} is not allowed with {self.arithmetic.asked}, whose bits only this package's own linear "
+                "layers have, one by one: unset one of the two"
             )
         allowed = self.region is None or isinstance(self.region, bool) or self.region == "auto"
         require("region", self.region, allowed, 'true, false or "auto"')
@@ -207,6 +208,7 @@ def current_settings() -> Settings:
 
 __all__ = [
     "MAX_CHUNKS",
+    "ROWS_TOO",
     "TP",
     "ChunkPlan",
     "Settings",

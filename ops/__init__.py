@@ -10,21 +10,24 @@ if __name__ == "ops":
         "import ascend_parallel.ops instead: a second copy named 'ops' would register the operators twice"
     )
 
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.call import Exchange, Matmul
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.decision import Decision, Known
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.library import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ascend_parallel.ops.pending import CollectiveError, Pending
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice, Explanation, UnmetRequestError, choose
+from ascend_parallel.ops.registry import Explanation, UnmetRequestError, choose
 
 __all__ = [
     "COUNTS",
-    "Choice",
     "CollectiveError",
+    "Decision",
     "DegreeError",
+    "Exchange",
     "Explanation",
+    "Known",
+    "Matmul",
     "Pending",
-    "Problem",
     "UnmetRequestError",
     "all_gather_matmul",
     "choose",

@@ -1,12 +1,14 @@
 """How products are formed and sums over ranks are taken: the library's way, in rank order, or the tree at every degree.
 
-`COC_DETERMINISTIC` chooses one of three objects, `settings.arithmetic`. Layers, norms, losses and plans ask it; none of
-them reads the setting. What only one of the three does is a method of its class.
+`COC_DETERMINISTIC` chooses one of four objects, `settings.arithmetic`. Layers, norms, losses and plans ask it; none of
+them reads the setting. What only one of them does is a method of its class.
 
 LIBRARY       a product is one call of torch, a sum is the backend's: the fastest, and the bits of the plain layer
 RANK_ORDER    products in tiles of rows, sums in rank order and in fp32: bits depend on the degree alone
 EVERY_DEGREE  products in blocks of the features that ranks share, sums in one tree (blocks.py): bits do not depend on
               the degree either
+INVARIANT     the same, with products in tiles of a fixed size (row_tiles.py): a row's bits do not depend on the rows
+              beside it either
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from ascend_parallel.ops.blocks import (
     product_of_columns,
     sum_of_rows,
 )
+from ascend_parallel.ops.degree_error import DegreeError, name_in_errors
 from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.row_tiles import ROWS
 from ascend_parallel.ops.rows import deterministic_tile
 
-# The value of the setting `deterministic` that asks for the same bits at every tensor-parallel degree.
-TP = "tp"
-DEPENDS_ON_DEGREE = f"its bits depend on the number of ranks, which COC_DETERMINISTIC={TP} forbids"
+# The values of the setting `deterministic` that ask for the same bits at every tensor-parallel degree; the second also
+# whatever rows are in a call.
+TP, ROWS_TOO = "tp", "invariant"
+DEPENDS_ON_DEGREE = f"its bits depend on the number of ranks, which COC_DETERMINISTIC={TP} and {ROWS_TOO} forbid"
 
 T = TypeVar("T")
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,16 +45,8 @@ RowSum = Callable[[torch.Tensor], torch.Tensor]
 """``row_sum(dy_m)`` returns ``dy_m.sum(0)`` [N]: dy_m [M, N]."""
 
 
-class DegreeError(ValueError):
-    """COC_DETERMINISTIC=tp, and a layer's bits would depend on the tensor-parallel degree; raised on every rank."""
-
-    def __str__(self) -> str:
-        """Return what has no tree, after the setting that asks for one."""
-        return f"{EVERY_DEGREE.asked}: {super().__str__()}"
-
-
 class Arithmetic:
-    """The library's way, and what the two others do in its place.
+    """The library's way, and what the others do in its place.
 
     asked
         The setting with its value, for messages; "" if nothing was asked for.
@@ -63,6 +60,8 @@ class Arithmetic:
         blocks of rows (overlap/row_blocks.py). Otherwise that is the framework's business.
     hides_sums
         Whether a sum under its product takes less time than after it, so that plans are chosen for it.
+    fixed_tiles
+        Whether a row's bits do not depend on the rows beside it: tiles of row_tiles.py.
     priced_as
         The value of the setting `deterministic` whose chunks cost as much.
     """
@@ -72,6 +71,7 @@ class Arithmetic:
     forms_every_product = False
     sums_shared_rows = False
     hides_sums = True
+    fixed_tiles = False
     priced_as = False
 
     def row_tile(self, m: int) -> int:
@@ -86,11 +86,11 @@ class Arithmetic:
         return compute(MATMUL, "matmul", torch.matmul, x, w)
 
     def weight_product(self, kind: str, ranks: int, parts: tuple[int, ...] = ()) -> Product | None:
-        """Return what multiplies the weight gradient of a "column" or "row" layer; None: one matmul of torch does."""
+        """Return the function that multiplies the weight gradient of a "column" or "row" layer; None: torch's."""
         return None
 
     def bias_sum(self, ranks: int, parts: tuple[int, ...] = ()) -> RowSum | None:
-        """Return what sums the gradient of a column layer's bias; None: one sum of torch does."""
+        """Return the function that sums the gradient of a column layer's bias; None: one sum of torch."""
         return None
 
     def put_in_force(self) -> None:
@@ -105,7 +105,7 @@ class Arithmetic:
         """Raise `DegreeError` for the reason why something has no sum in the tree, if there has to be one."""
 
     def tree_needs(self, *needed: T) -> tuple[T, ...]:
-        """Return what is needed for sums in the tree alone, such as a check or a patch; nothing without them."""
+        """Return those of the arguments, such as a check or a patch, that sums in the tree alone need."""
         return ()
 
 
@@ -137,25 +137,26 @@ class EveryDegree(Arithmetic):
     def product(self, x: torch.Tensor, w: torch.Tensor, ranks: int, parts: tuple[int, ...] = ()) -> torch.Tensor:
         """Return the product, one matmul for each block of columns."""
         self.put_in_force()  # the settings may be a caller's own, for this call
-        features = BlockedFeatures(parts or (w.shape[1],), ranks)
+        features = BlockedFeatures(parts or (w.shape[1],), ranks, self.fixed_tiles)
         x_m = (x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)).contiguous()
         if features.refusal:
             raise DegreeError(f"a column layer's matmul [{len(x_m)}, {w.shape[0]}, {w.shape[1]}]: {features.refusal}")
-        y_m = product_of_columns(x_m, w, row_tile=degree_tile(len(x_m)), features=features)
+        y_m = product_of_columns(x_m, w, row_tile=self.row_tile(len(x_m)), features=features)
         y: torch.Tensor = torch.ops.aten._unsafe_view(y_m, [*x.shape[:-1], w.shape[1]])  # no view: as of `shaped`
         return y
 
     def weight_product(self, kind: str, ranks: int, parts: tuple[int, ...] = ()) -> Product:
-        """Return what multiplies the features that ranks share block by block."""
+        """Return the function that multiplies the features that ranks share block by block."""
         return functools.partial(gradient_of_rows if kind == "column" else gradient_of_columns, parts, ranks)
 
     def bias_sum(self, ranks: int, parts: tuple[int, ...] = ()) -> RowSum:
-        """Return what sums the features that ranks share block by block."""
+        """Return the function that sums the features that ranks share block by block."""
         return functools.partial(sum_of_rows, parts, ranks)
 
     def put_in_force(self) -> None:
         """Have elementwise operators compute the last elements as all others (elementwise.py)."""
         ELEMENTWISE.follow(True)
+        name_in_errors(self.asked)
 
     def forbids(self, reason: str) -> str:
         """Return the reason."""
@@ -170,10 +171,21 @@ class EveryDegree(Arithmetic):
         return needed
 
 
-LIBRARY, RANK_ORDER, EVERY_DEGREE = Arithmetic(), RankOrder(), EveryDegree()
-_BY_SETTING: dict[bool | str, Arithmetic] = {False: LIBRARY, True: RANK_ORDER, TP: EVERY_DEGREE}
+class Invariant(EveryDegree):
+    """Products in tiles of a fixed size, sums in the tree."""
+
+    asked = f"COC_DETERMINISTIC={ROWS_TOO}"
+    fixed_tiles = True
+
+    def row_tile(self, m: int) -> int:
+        """Return the rows of a tile, whatever m."""
+        return ROWS
+
+
+LIBRARY, RANK_ORDER, EVERY_DEGREE, INVARIANT = Arithmetic(), RankOrder(), EveryDegree(), Invariant()
+_BY_SETTING: dict[bool | str, Arithmetic] = {False: LIBRARY, True: RANK_ORDER, TP: EVERY_DEGREE, ROWS_TOO: INVARIANT}
 
 
 def arithmetic_of(deterministic: bool | str) -> Arithmetic:
-    """Return what the setting `deterministic` asks for: False, True or `TP`."""
+    """Return the arithmetic of the setting `deterministic`: False, True, `TP` or `ROWS_TOO`."""
     return _BY_SETTING[deterministic]

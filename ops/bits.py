@@ -19,16 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, Matmul
+from ascend_parallel.ops.decision import Decision, because, of_group
 from ascend_parallel.ops.multiply import aligned, cut_blocks, multiply_blocks, rank_blocks
 from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, Pieces, first_with_same_bits, log_time
-from ascend_parallel.ops.problem import ALL_GATHER, Problem
-from ascend_parallel.ops.registry import Choice, cut_into, name_of
+from ascend_parallel.ops.registry import cut_into
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import store_all_gather
@@ -37,8 +38,8 @@ from ascend_parallel.process_groups.consistency import store_all_gather
 class CallsAhead(Protocol):
     """Knows calls before they come: a framework those of the running model, a planned model its own."""
 
-    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> Iterable[tuple[Choice, str]]:
-        """Return choices of calls on `group` that will be made, with as many rows as `problem` multiplies.
+    def calls_ahead(self, group: dist.ProcessGroup, matmul: Matmul) -> Iterable[tuple[Decision, str]]:
+        """Return decisions on calls on `group` that will be made, with as many rows as `matmul` multiplies.
 
         Each with the memory layout of its right operand.
         """
@@ -51,15 +52,15 @@ AHEAD: WeakSet[CallsAhead] = WeakSet()
 class Question(NamedTuple):
     """What decides which chunks of a matmul keep its bits; the same on every rank.
 
-    problem
+    matmul
         Its shape, dtype, device and ranks alone: calls that differ in nothing else have the same bits.
     kernel, sizes, given, step
-        As in `Choice`.
+        As in `Decision`.
     layout
         The memory layout of the right operand.
     """
 
-    problem: Problem
+    matmul: Matmul
     kernel: str
     sizes: Sizes
     given: bool
@@ -67,11 +68,12 @@ class Question(NamedTuple):
     layout: str
 
     @classmethod
-    def of(cls, choice: Choice, layout: str) -> Question:
-        """Return the question of a choice, for a right operand in a memory layout."""
-        p = choice.problem
-        problem = Problem(p.operator, p.m, p.k, p.n, p.dtype, p.device, p.ranks)
-        return cls(problem, choice.kernel, choice.sizes, choice.given, choice.step, layout)
+    def of(cls, decision: Decision, layout: str) -> Question:
+        """Return the question of a decision, for a right operand in a memory layout."""
+        of = decision.call
+        assert isinstance(of, Matmul), "parts keep their bits in any groups"
+        matmul = Matmul(of.operator, *of.shape, of.dtype, of.device, of.ranks)
+        return cls(matmul, decision.kernel, decision.sizes, decision.given, decision.step, layout)
 
     @property
     def layouts(self) -> Sequence[str]:
@@ -82,7 +84,7 @@ class Question(NamedTuple):
     def candidates(self) -> list[Sizes]:
         """The requested chunks and, unless their sizes were given, the cuts into fewer chunks."""
         fewer = [] if self.given else range(len(self.sizes) - 1, 1, -1)
-        return list(dict.fromkeys([self.sizes, *(cut_into(self.problem, count, self.step) for count in fewer)]))
+        return list(dict.fromkeys([self.sizes, *(cut_into(self.matmul, count, self.step) for count in fewer)]))
 
     def first_exact(self, group: dist.ProcessGroup, device: torch.device, start: int) -> int:
         """Return the index, from `start` on, of the first candidate that keeps the bits on this rank.
@@ -90,45 +92,43 @@ class Question(NamedTuple):
         The number of candidates if none does.
         """
         launches = backend_of(group, device).launches
-        cuts = [CutMatmul(self.problem, self.kernel, sizes, group.rank(), launches) for sizes in self.candidates]
+        cuts = [CutMatmul(self.matmul, self.kernel, sizes, group.rank(), launches) for sizes in self.candidates]
         return first_with_same_bits(cuts, self.layouts, device, start)
 
 
-_PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[Question, int]] = WeakKeyDictionary()
-"""The agreed index of the first candidate that keeps the bits on every rank, by group."""
+def keep_bits(decision: Decision, group: dist.ProcessGroup, device: torch.device, layout: str = ANY) -> Decision:
+    """Return the decision with chunks that keep the bits of the whole matmul on every rank of `group`.
 
-
-def keep_bits(choice: Choice, group: dist.ProcessGroup, device: torch.device, layout: str = ANY) -> Choice:
-    """Return the choice with chunks that keep the bits of the whole matmul on every rank of `group`.
-
-    All ranks call this. A choice whose `bit_exact` is known is returned unchanged. Sizes that a user or a plan gave
-    never change. If no chunks keep the bits, the requested chunks stay, `bit_exact` is False and the reason says so.
+    All ranks call this. A decision whose `exact` is known is returned unchanged. Sizes that a user or a plan gave
+    never change. If no chunks keep the bits, the requested chunks stay, `exact` is False and the reason says so.
     """
-    if choice.bit_exact is not None:
-        return choice
-    probed, question = _PROBED.setdefault(group, {}), Question.of(choice, layout)
+    if decision.exact is not None:
+        return decision
+    # The agreed index of the first candidate that keeps the bits on every rank.
+    probed, question = of_group(group).bits, Question.of(decision, layout)
     if question not in probed:
         probed.update(_probe(question, probed, group, device))
-    return _with_answer(choice, question, probed[question])
+    return _with_answer(decision, question, probed[question])
 
 
 @lru_cache(maxsize=4096)
-def _with_answer(choice: Choice, question: Question, index: int) -> Choice:
+def _with_answer(decision: Decision, question: Question, index: int) -> Decision:
     candidates = question.candidates
     if index == len(candidates):
         what = "these chunks change" if len(candidates) == 1 else "every cut changes"
-        return replace(choice, bit_exact=False, reason=f"{choice.reason}; {what} the matmul's bits on this machine")
-    sizes, why = candidates[index], choice.reason
+        reasons = (*decision.reasons, because("bits_change", what=what))
+        return replace(decision, exact=False, reasons=reasons)
+    sizes, reasons = candidates[index], decision.reasons
     if index:
-        why += f"; {len(sizes)} chunks, because smaller ones change the matmul's bits on this machine"
-    return replace(choice, sizes=sizes, bit_exact=True, reason=why)
+        reasons = (*reasons, because("bits_fewer", chunks=len(sizes)))
+    return replace(decision, sizes=sizes, exact=True, reasons=reasons)
 
 
 def _probe(
     question: Question, probed: Mapping[Question, int], group: dist.ProcessGroup, device: torch.device
 ) -> dict[Question, int]:
     """Return the answers to `question`, and to those that are known to follow it."""
-    start, name = time.perf_counter(), name_of(question.problem)
+    start, name = time.perf_counter(), question.matmul.in_words
     what = f"the probe of which chunks keep the bits of {name}"
     if not backend_of(group, device).blocks_host:
         _finish_collectives(what, group, device)
@@ -139,9 +139,9 @@ def _probe(
 
 
 def _following(question: Question, group: dist.ProcessGroup) -> list[Question]:
-    """Return what will be asked besides `question`, as far as this rank knows it."""
-    calls = (call for known in list(AHEAD) for call in known.calls_ahead(group, question.problem))
-    found = dict.fromkeys(Question.of(choice, layout) for choice, layout in calls if choice.bit_exact is None)
+    """Return the questions that follow `question`, as far as this rank knows them."""
+    calls = (call for known in list(AHEAD) for call in known.calls_ahead(group, question.matmul))
+    found = dict.fromkeys(Question.of(decision, layout) for decision, layout in calls if decision.exact is None)
     found.pop(question, None)
     return list(found)
 
@@ -189,9 +189,9 @@ def _agreed(
 
 @dataclass(frozen=True)
 class CutMatmul:
-    """The chunks in which a kernel multiplies a problem on one rank of its group; `launches` as in `rank_blocks`."""
+    """The chunks in which a kernel multiplies a matmul on one rank of its group; `launches` as in `rank_blocks`."""
 
-    problem: Problem
+    matmul: Matmul
     kernel: str
     sizes: Sizes
     rank: int
@@ -199,10 +199,10 @@ class CutMatmul:
 
     def pieces(self, x: torch.Tensor, w: torch.Tensor) -> Pieces:
         """Multiply x [m, k] and w [k, n] whole, and every chunk as the kernel does."""
-        whole, problem, sizes = torch.mm(x, w), self.problem, self.sizes
-        ranks = problem.m // problem.rows
-        x_r_m, whole_r_m = x.view(ranks, problem.rows, problem.k), whole.view(ranks, problem.rows, problem.n)
-        own = self.rank if self.kernel == "chunked" and problem.operator == ALL_GATHER else None
+        whole, matmul, sizes = torch.mm(x, w), self.matmul, self.sizes
+        ranks = matmul.m // matmul.rows
+        x_r_m, whole_r_m = x.view(ranks, matmul.rows, matmul.k), whole.view(ranks, matmul.rows, matmul.n)
+        own = self.rank if self.kernel == "chunked" and matmul.operator == ALL_GATHER else None
         if own is not None:  # the kernel multiplies this rank's own rows in one call, where they wait for no collective
             yield torch.mm(aligned(x_r_m[own]), w), whole_r_m[own]
             # In chunks, where they are unfinished themselves.

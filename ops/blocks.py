@@ -20,6 +20,7 @@ import torch
 
 from ascend_parallel.ops.multiply import multiply
 from ascend_parallel.ops.record import MATMUL, compute
+from ascend_parallel.ops.row_tiles import LARGER, multiply_tiles
 from ascend_parallel.ops.rows import LARGEST_TILE, ROW_TILE, deterministic_tile
 
 # The blocks of every dimension that ranks share: the largest degree. Another number would give other bits.
@@ -52,10 +53,13 @@ class BlockedFeatures:
         [gate; up]. Block b holds the b-th of `count` equal shares of every part.
     ranks
         The ranks that share the dimension.
+    fixed_tiles
+        Whether each element of a product has the bits of its tile (row_tiles.py), whatever the rows of the call.
     """
 
     parts: tuple[int, ...]
     ranks: int
+    fixed_tiles: bool = False
 
     @property
     def count(self) -> int:
@@ -81,6 +85,13 @@ class BlockedFeatures:
             start += features
         return found
 
+    def multiply(self, x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
+        """Write the product of a block, ``x_m @ w``, to y_m: x_m [m, K], w [K, N], y_m [m, N]."""
+        if self.fixed_tiles:
+            multiply_tiles(x_m, w, y_m)
+        else:
+            multiply(x_m, w, y_m, row_tile)
+
     def put(self, out: torch.Tensor, dim: int, index: int, block: torch.Tensor) -> None:
         """Copy a block's features, along dimension `dim`, to their places in `out`."""
         start = 0
@@ -99,11 +110,17 @@ class BlockedFeatures:
         rows = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
         return (self.columns(rows, index) for index in range(self.count))
 
+    def blocks_of_rows(self, w: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the rows of each block of w [features, N], as `rows`."""
+        return (self.rows(w, index) for index in range(self.count))
+
     def rows(self, w: torch.Tensor, index: int) -> torch.Tensor:
         """Return the rows of block `index` of w [features, N]: contiguous, or transposed as w is."""
-        if w.stride(0) == 1:
+        if w.stride(0) == 1 and not self.fixed_tiles:
             return self.columns(w.t(), index).t()
         blocks = [w[place] for place in self.slices(index)]
+        if self.fixed_tiles and len(blocks) == 1:
+            return blocks[0]  # where its place matters, tiles are copied
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0].contiguous()
 
 
@@ -114,16 +131,18 @@ class SummedBlocks:
         """Copy the blocks of w, unless they lie in memory as every degree has them."""
         self.shape, self._features, self._dtype = w.shape, features, summed_dtype(w.dtype)
         # torch.mm of 16-bit operands has no fp32 result on a CPU.
-        self._blocks = [features.rows(w, index).to(self._dtype) for index in range(features.count)]
+        self._blocks = [each.to(self._dtype) for each in features.blocks_of_rows(w)]
 
     def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
         """Write this rank's part of ``x_m @ w`` to y_m: x_m [m, K]; contiguous y_m [m, N], fp32 for 16 bits."""
-        self._sum(x_m, y_m, row_tile, 0, len(self._blocks))
+        rows = LARGER[0] if self._features.fixed_tiles else max(1, len(x_m))  # the blocks' sums stay in a cache
+        for x_c, y_c in zip(torch.split(x_m, rows), torch.split(y_m, rows), strict=True):
+            self._sum(x_c, y_c, row_tile, 0, len(self._blocks))
 
     def _sum(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int, first: int, last: int) -> None:
         if last - first == 1:
             x_block = self._features.columns(x_m, first).to(self._dtype)
-            multiply(x_block, self._blocks[first], y_m, row_tile)
+            self._features.multiply(x_block, self._blocks[first], y_m, row_tile)
             return
         middle, other = (first + last) // 2, torch.empty_like(y_m)
         self._sum(x_m, y_m, row_tile, first, middle)
@@ -136,11 +155,14 @@ class ColumnBlocks:
 
     def __init__(self, w: torch.Tensor, features: BlockedFeatures) -> None:
         """Copy the blocks of w, unless they lie in memory as every degree has them."""
-        self.shape, self._features = w.shape, features
-        self._blocks = [features.rows(w.t(), index).t() for index in range(features.count)]
+        self.shape, self._features, self._w = w.shape, features, w
+        self._blocks = [] if features.fixed_tiles else [each.t() for each in features.blocks_of_rows(w.t())]
 
     def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
         """Write ``x_m @ w`` to y_m: x_m [m, K], y_m [m, N]."""
+        if self._features.fixed_tiles:
+            multiply_tiles(x_m.contiguous(), self._w, y_m)
+            return
         for index, w in enumerate(self._blocks):
             y_block = x_m.new_empty(x_m.shape[0], w.shape[1])
             multiply(x_m, w, y_block, row_tile)

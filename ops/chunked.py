@@ -22,13 +22,18 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.blocks import summed_dtype
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.chunk_loop import ChunkLoop, chunk_loop
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import (
     BY_BACKEND,
+    BY_RANK,
     IN_TREE,
     Gathers,
     all_gathers,
+    gather_tag,
     reduce_scatters,
+    scatter_tag,
     summed_in_backend_order,
 )
 from ascend_parallel.ops.counts import COUNTS
@@ -41,12 +46,11 @@ from ascend_parallel.ops.multiply import (
     cut_blocks,
 )
 from ascend_parallel.ops.pending import FinishingWork, Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, Steps, compute, recorded_steps
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import arriving, is_unfinished
-from ascend_parallel.process_groups.backend import SENDS, backend_of
+from ascend_parallel.process_groups.backend import SENDS, Backend, backend_of
 
 supports = summed_in_backend_order
 
@@ -73,6 +77,11 @@ def matmul_all_reduce(
     x_m, up_to = arriving(x_m)
     y_m = x_m.new_empty(x_m.shape[0], w.shape[1])
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes), sizes)
+    if up_to is None and not addends and (loop := chunk_loop(group, x_m, w)) is not None:
+        backend = backend_of(group, x_m.device)
+        pending.launch_loop(loop, backend, loop.all_reduce, x_m, w, y_m, sizes, row_tile)
+        COUNTS.add(ALL_REDUCE, len(sizes), len(sizes))
+        return pending
     rows, places = torch.split_with_sizes(x_m, sizes), torch.split_with_sizes(y_m, sizes)
     blocks = zip(zip(rows), zip(places), strict=True)  # each chunk is one block
     steps = recorded_steps(MATMUL, "matmul", chunk_products(blocks, w, row_tile))
@@ -149,6 +158,15 @@ def matmul_reduce_scatter(
     if not backend.concurrent or backend.gathers == SENDS:  # in order anyway: a connection carries sends in turn
         after = None
     batched = backend.launches and not row_tile
+    plain = up_to is None and after is None and not addends and order != IN_TREE
+    if plain and (loop := chunk_loop(group, x_m, w)) is not None:
+        own, tag = backend.own_scatter, 0 if backend.own_scatter else scatter_tag(group)
+        by_rank = order == BY_RANK
+        pending.launch_loop(
+            loop, backend, loop.reduce_scatter, x_m, w, partial, y_shard_m, sizes, row_tile, own, by_rank, batched, tag
+        )
+        COUNTS.add(REDUCE_SCATTER, len(sizes), len(sizes))
+        return pending
     if batched and isinstance(w, torch.Tensor):
         w = w.expand(ranks, k, n)
     starts = pending.expect(reduce_scatters, y_shard_m, sizes, group, order)
@@ -212,9 +230,18 @@ def all_gather_matmul(
     """
     ranks, rank, in_chunks = group.size(), group.rank(), is_unfinished(x_shard_m) and not row_tile
     x_shard_m = x_shard_m.contiguous()
-    own_m, _ = arriving(x_shard_m)
-    batched = backend_of(group, own_m.device).launches and not row_tile and ranks > 2
+    own_m, up_to = arriving(x_shard_m)
+    backend = backend_of(group, own_m.device)
+    batched = backend.launches and not row_tile and ranks > 2
     y_r_m = x_shard_m.new_empty(ranks, x_shard_m.shape[0], w.shape[1])
+    if up_to is None and each is None and (loop := chunk_loop(group, own_m, w)) is not None:
+        gathering = _gather_in_loop(
+            loop, backend, own_m, group, sizes, ALL_GATHER, keep_gathered, w, y_r_m, row_tile, batched
+        )
+        COUNTS.add(ALL_GATHER, len(sizes), len(sizes))
+        with gathering.launching():
+            gathered = gathering.wait()
+        return y_r_m.flatten(0, 1), gathered if keep_gathered else None
     y_parts = y_r_m.unbind()
     own_blocks: Blocks = [((own_m,), (y_parts[rank],))]
     if in_chunks:
@@ -225,7 +252,7 @@ def all_gather_matmul(
         own = _followed(own, each, own_sizes, {rank: torch.split_with_sizes(own_m, own_sizes)})
 
     behind = own if in_chunks else [*[()] * (len(sizes) - 1), *own]
-    gathering, gathers = start_gathers(x_shard_m, group, sizes, ALL_GATHER, behind, keep=keep_gathered)
+    gathering, gathers = _start_gathers(x_shard_m, group, sizes, ALL_GATHER, behind, keep=keep_gathered)
     COUNTS.add(ALL_GATHER, 0 if isinstance(w, ALONE) else len(sizes), len(sizes))
     with gathering.launching():
         outputs = cut_blocks(batches(y_r_m, rank) if batched else [*y_parts[:rank], *y_parts[rank + 1 :]], sizes)
@@ -237,6 +264,30 @@ def all_gather_matmul(
             products = _followed(products, each, sizes, arrived)
     gathered = gathering.wait_each(products)
     return y_r_m.flatten(0, 1), gathered if keep_gathered else None
+
+
+def _gather_in_loop(
+    loop: ChunkLoop,
+    backend: Backend,
+    x_shard_m: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sizes,
+    operator: str,
+    keep: bool,
+    w: torch.Tensor | BlockedWeight | None = None,
+    y_r_m: torch.Tensor | None = None,
+    row_tile: int = 0,
+    batched: bool = False,
+) -> Pending:
+    """Start all-gathers as `start_gathers` does, and given w the products of `all_gather_matmul`, by a loop in C++."""
+    pending, way = Pending(x_shard_m, operator, group, len(sizes)), backend.gathers
+    tag = gather_tag(group) if way == SENDS else 0
+    gathered: torch.Tensor | None = pending.launch_loop(
+        loop, backend, loop.all_gather, x_shard_m, sizes, way, tag, keep, w, y_r_m, row_tile, batched
+    )
+    if gathered is not None:
+        pending.tensor = gathered.flatten(0, 1)
+    return pending
 
 
 def _peer_blocks(gathers: Gathers, sizes: Sizes, rank: int, batched: bool) -> Iterable[Sequence[torch.Tensor]]:
@@ -260,7 +311,15 @@ def _followed(
     return found
 
 
-def start_gathers(
+def start_gathers(x_shard_m: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, operator: str) -> Pending:
+    """Start all-gathers of the chunks of x_shard_m [M / R, K]; return pending [M, K]."""
+    own_m, up_to = arriving(x_shard_m)
+    if up_to is None and (loop := chunk_loop(group, own_m)) is not None:
+        return _gather_in_loop(loop, backend_of(group, own_m.device), own_m, group, sizes, operator, True)
+    return _start_gathers(x_shard_m, group, sizes, operator)[0]
+
+
+def _start_gathers(
     x_shard_m: torch.Tensor,
     group: dist.ProcessGroup,
     sizes: Sizes,

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-Ended = Callable[[Any], None]
+from ascend_parallel.devices import device_type
 
-# Devices on which a call has done its work when it returns.
-HOSTS = ("cpu", "meta")
+Ended = Callable[[Any], None]
 
 
 def runs_ahead(device: str) -> bool:
     """Tell whether the host runs ahead of the work on a type of device."""
-    return device not in HOSTS
+    return not device_type(device).is_host
 
 
 def finish(device: torch.device) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
 from ascend_parallel.ops.blocks import summed_dtype
+from ascend_parallel.ops.call import ALL_GATHER, Matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.pending import FinishingWork
-from ascend_parallel.ops.problem import ALL_GATHER, Problem
 from ascend_parallel.ops.record import BESIDE, compute, recorded_as
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups.backend import ALL_TO_ALL, CHUNK_MAJOR, SENDS, backend_of, usual_backend
@@ -103,7 +103,7 @@ def all_gathers(x_shard_m: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup,
         nothing = x_shard_m[:0]
         starts = [functools.partial(_exchange_rows, rows_c, nothing, rank, group) for rows_c in rows]
     else:
-        tag, peers = _gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
+        tag, peers = gather_tag(group), [*range(rank), *range(rank + 1, ranks)]
         for rows_c in rows:
             works: list[Any] = []
             for peer in peers:
@@ -138,12 +138,20 @@ def _gather_and_place(
     return FinishingWork([work], functools.partial(place.copy_, buffer.view_as(place)), group, buffer)
 
 
-def _gather_tag(group: dist.ProcessGroup) -> int:
+def gather_tag(group: dist.ProcessGroup) -> int:
+    """Return the tag of the messages of the next gather on a group."""
     return FIRST_TAG + next(_GATHERS.setdefault(group, itertools.count())) % TAGS
 
 
-def _scatter_tag(group: dist.ProcessGroup) -> int:
+def scatter_tag(group: dist.ProcessGroup) -> int:
+    """Return the tag of the messages of the next reduce-scatter on a group."""
     return FIRST_TAG + TAGS + next(_SCATTERS.setdefault(group, itertools.count())) % TAGS
+
+
+def collective_of_tag(tag: int) -> str | None:
+    """Return "all_gather" or "reduce_scatter", of which a message with this tag on gloo is a part; None: of neither."""
+    names = ("all_gather", "reduce_scatter")
+    return names[(tag - FIRST_TAG) // TAGS] if FIRST_TAG <= tag < FIRST_TAG + len(names) * TAGS else None
 
 
 def reduce_scatter_single(out_c: torch.Tensor, group: dist.ProcessGroup, x_c: torch.Tensor) -> Work:
@@ -251,7 +259,7 @@ def reduce_scatters(
     if backend.own_scatter:
         start = reduce_scatter_single if order == BY_BACKEND else functools.partial(_all_to_all_and_sum, sum_parts)
         return [functools.partial(start, out_c, group) for out_c in outs]
-    tag = _scatter_tag(group)
+    tag = scatter_tag(group)
     peers = [*range(group.rank()), *range(group.rank() + 1, group.size())]
     dtype = summed_dtype(out_m.dtype) if order == IN_TREE else out_m.dtype
     received = [torch.split_with_sizes(torch.empty_like(out_m, dtype=dtype), sizes) for _ in peers]
@@ -264,11 +272,11 @@ def reduce_scatters(
     return starts
 
 
-def summed_in_backend_order(problem: Problem) -> str | None:
-    """Return a refusal if the problem needs sums in rank order and the backend chooses the order; else None."""
-    if refusal := problem.arithmetic.forbids(DEPENDS_ON_DEGREE):
+def summed_in_backend_order(matmul: Matmul) -> str | None:
+    """Return a refusal if the matmul needs sums in rank order and the backend chooses the order; else None."""
+    if refusal := matmul.arithmetic.forbids(DEPENDS_ON_DEGREE):
         return refusal
-    one_order = problem.ranks == 2 and usual_backend(problem.device).adds_pairs
-    if not problem.deterministic or problem.operator == ALL_GATHER or one_order:
+    one_order = matmul.ranks == 2 and usual_backend(matmul.device).adds_pairs
+    if not matmul.deterministic or matmul.operator == ALL_GATHER or one_order:
         return None
-    return f"the backend decides in which order it sums {problem.ranks} {problem.device} ranks"
+    return f"the backend decides in which order it sums {matmul.ranks} {matmul.device} ranks"

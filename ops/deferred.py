@@ -22,9 +22,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from ascend_parallel.ops.lazy_rows import LazyRows, Rows
-from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.unfinished import UnfinishedTensor, may_write
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 
 aten = torch.ops.aten
 
@@ -67,6 +67,7 @@ class DeferredProduct(UnfinishedTensor):
     sources: tuple[torch.Tensor, ...]
     wants_dx: bool
     _terms: _Terms
+    _own: torch.Tensor | None
     _viewed: DeferredProduct | None
     _family: list[ref[DeferredProduct]]
 
@@ -88,7 +89,7 @@ class DeferredProduct(UnfinishedTensor):
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.x, made.w, made.sources, made.wants_dx = x, w, tuple(sources), wants_dx
         made._rows = Rows(LazyRows((), lambda index: None), 1, 0)
-        made._terms, made._viewed = _Terms(tuple(addends)), None
+        made._terms, made._viewed, made._own = _Terms(tuple(addends)), None, None
         made._terms.versions = list(map(version_of, made._operands()))
         made._family = [ref(made)]
         return made
@@ -159,18 +160,19 @@ class DeferredProduct(UnfinishedTensor):
 
     @property
     def _value(self) -> torch.Tensor:
-        """The product, multiplied whole."""
-        if self._terms.value is None:
+        """The product, multiplied whole: of each alias a tensor of its own, whose shape may change in place."""
+        if self._own is None:
             with without_grad_and_modes(torch.is_inference_mode_enabled()):
-                if self._viewed is not None:
+                if self._terms.value is None and self._viewed is not None:
                     self._terms.value = self._viewed._value.transpose(0, 1)
-                else:
+                elif self._terms.value is None:
                     self._terms.value = self._multiply()
-        return self._terms.value
+                self._own = self._terms.value.detach()
+        return self._own
 
     @_value.setter
     def _value(self, value: torch.Tensor) -> None:
-        self._terms.value = value
+        self._own = value
 
     def _multiply(self) -> torch.Tensor:
         self.check()

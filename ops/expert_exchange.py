@@ -21,13 +21,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.operators import log_once
+from ascend_parallel.ops.call import EXPERT_EXCHANGE
+from ascend_parallel.ops.decision import Decision
 from ascend_parallel.ops.part_exchange import Rows, all_to_all, part_exchange
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import EXPERT_EXCHANGE, experts_problem
-from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.ops.rows import Sizes
-from ascend_parallel.ops.settings import OperatorSettings
 
 COUNT = "expert_counts"
 
@@ -147,20 +145,13 @@ Experts = Callable[[int, ExpertGroup, Rows], Rows]
 """``experts(index, group, rows)`` computes a group, of the rows that it received, in the order [source][expert]."""
 
 
-def exchange_choice(x: torch.Tensor, experts: int, group: dist.ProcessGroup, settings: OperatorSettings) -> Choice:
-    """Return in how many groups of experts rows x [S, H] are exchanged: the same on every rank."""
-    choice = choose(experts_problem(x, experts, group), settings)
-    log_once(choice)
-    return choice
-
-
 def expert_exchange(
     rows: Rows,
     counts: RowCounts,
     experts: Experts,
     results: Rows,
     group: dist.ProcessGroup,
-    choice: Choice,
+    decision: Decision,
     *,
     under_first: Callable[[], object] | None = None,
     under_last: Callable[[], object] | None = None,
@@ -176,11 +167,11 @@ def expert_exchange(
     """
     part_exchange(
         rows,
-        counts.groups(choice.sizes),
+        counts.groups(decision.sizes),
         experts,
         results,
         group,
-        choice,
+        decision,
         under_first=under_first,
         under_last=under_last,
     )

@@ -19,7 +19,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from ascend_parallel.ops.problem import HEAD_EXCHANGE
+from ascend_parallel.ops.call import HEAD_EXCHANGE
 from ascend_parallel.ops.rows import Sizes
 
 Heads = TypeVar("Heads", bound="SharedHeads")

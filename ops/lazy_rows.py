@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascend_parallel.ops.probing import modes_are_on, without_grad_and_modes
 from ascend_parallel.ops.rows import Sizes, stops_of
+from ascend_parallel.ops.without_modes import modes_are_on, without_grad_and_modes
 
 
 class LazyRows:
@@ -142,7 +142,7 @@ class LazyRows:
         self.up_to(self.count)
 
     def puller(self, reader: LazyRows) -> Callable[[int], object]:
-        """Return what finishes these rows up to a row inside a fill of other rows."""
+        """Return the function that finishes these rows up to a row inside a fill of other rows."""
         alike = (self._stream, self._inference) == (reader._stream, reader._inference)
         return self.pull if alike else self.up_to
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.operators import (
+    decided,
     gathered_shape,
     rows_of,
     run_all_gather_matmul,
@@ -45,7 +47,9 @@ def _group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("ascend_parallel::matmul_all_reduce", mutates_args=())
 def _matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, group_name: str, chunks: Sequence[int]) -> torch.Tensor:
-    pending = start_matmul_all_reduce(x, w, _group(group_name), _settings(chunks, x, w.shape[-1]))
+    group = _group(group_name)
+    decision = decided(ALL_REDUCE, x, w, group, _settings(chunks, x, w.shape[-1]))
+    pending = start_matmul_all_reduce(x, w, group, decision)
     return shaped(pending.wait(), (*x.shape[:-1], w.shape[1]))
 
 
@@ -60,14 +64,17 @@ def _matmul_all_reduce_int8(
     chunks: Sequence[int],
 ) -> torch.Tensor:
     w = QuantisedWeight(values, scale, offset, group_size)
-    pending = start_matmul_all_reduce(x, w, _group(group_name), _settings(chunks, x, w.shape[-1]))
+    group = _group(group_name)
+    decision = decided(ALL_REDUCE, x, w, group, _settings(chunks, x, w.shape[-1]))
+    pending = start_matmul_all_reduce(x, w, group, decision)
     return shaped(pending.wait(), (*x.shape[:-1], w.shape[1]))
 
 
 @torch.library.custom_op("ascend_parallel::matmul_reduce_scatter", mutates_args=())
 def _matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str, chunks: Sequence[int]) -> torch.Tensor:
     group = _group(group_name)
-    pending = start_matmul_reduce_scatter(x, w, group, _settings(chunks, x, w.shape[-1]))
+    decision = decided(REDUCE_SCATTER, x, w, group, _settings(chunks, x, w.shape[-1]))
+    pending = start_matmul_reduce_scatter(x, w, group, decision)
     return shaped(pending.wait(), scattered_shape(x.shape, group.size(), w.shape[1]))
 
 
@@ -76,7 +83,8 @@ def _all_gather_matmul(
     x: torch.Tensor, w: torch.Tensor, group_name: str, chunks: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = _group(group_name)
-    y_m, gathered_m = run_all_gather_matmul(x, w, group, _settings(chunks, x, w.shape[-1], group.size()))
+    decision = decided(ALL_GATHER, x, w, group, _settings(chunks, x, w.shape[-1], group.size()))
+    y_m, gathered_m = run_all_gather_matmul(x, w, group, decision)
     assert gathered_m is not None
     if group.size() == 1:  # a custom op must not return its own input
         gathered_m = gathered_m.clone()

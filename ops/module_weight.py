@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from ascend_parallel.ops.rows import Sizes
-
 
 class ModuleWeight:
     """A weight [K, N] that nobody but its module reads; the module multiplies any number of rows with it.
@@ -17,8 +15,6 @@ class ModuleWeight:
     kernel
         Returns the product [m, N], with what the module adds to it, of rows [m, K]; each row's product depends on
         that row alone.
-    cut
-        Returns the chunks in which so many rows are multiplied, the same on every rank.
     """
 
     requires_grad = False
@@ -29,11 +25,9 @@ class ModuleWeight:
         dtype: torch.dtype,
         device: torch.device,
         kernel: Callable[[torch.Tensor], torch.Tensor],
-        cut: Callable[[int], Sizes],
     ) -> None:
         """Hold the kernel; nothing runs."""
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
-        self.cut = cut
         self._kernel = kernel
 
     def multiply(self, x_m: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:

@@ -73,7 +73,8 @@ def multiply(x_m: torch.Tensor, w: torch.Tensor | BlockedWeight, y_m: torch.Tens
     multiply_blocks((x_m,), w, (y_m,), row_tile)
 
 
-def _multiply(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
+def multiply_aligned(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor) -> None:
+    """Write ``x_m @ w`` to y_m in one call, of operands that begin at a multiple of `ALIGNMENT` bytes."""
     w = aligned(w)
     if _is_aligned(y_m):
         torch.mm(aligned(x_m), w, out=y_m)
@@ -132,7 +133,7 @@ def chunk_products(chunks: Blocks, w: torch.Tensor | BlockedWeight, row_tile: in
             elif not w.is_cpu or not (x_block.data_ptr() | w.data_ptr() | y_block.data_ptr()) % ALIGNMENT:
                 calls.append(functools.partial(torch.mm, x_block, w, out=y_block))
             else:
-                calls.append(functools.partial(_multiply, x_block, w, y_block))
+                calls.append(functools.partial(multiply_aligned, x_block, w, y_block))
         found.append(calls)
     return found
 
@@ -140,7 +141,7 @@ def chunk_products(chunks: Blocks, w: torch.Tensor | BlockedWeight, row_tile: in
 def _multiply_tiles(x_m: torch.Tensor, w: torch.Tensor, y_m: torch.Tensor, row_tile: int) -> None:
     w = aligned(w)
     for x_tile, y_tile in zip(_cut(x_m, row_tile), _cut(y_m, row_tile), strict=True):
-        _multiply(x_tile, w, y_tile)
+        multiply_aligned(x_tile, w, y_tile)
 
 
 def rank_blocks(x_r_m: torch.Tensor, batched: bool, but: int | None = None) -> Sequence[torch.Tensor]:

@@ -23,11 +23,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, supports
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.rows import Sizes
@@ -158,12 +158,12 @@ def arguments(operator: str) -> frozenset[str]:
     return frozenset() if packet is None else frozenset(argument.name for argument in packet.default._schema.arguments)
 
 
-def ask(problem: Problem) -> Problem:
-    """Return `problem` with this machine's chip and the arguments of the installed operator.
+def ask(matmul: Matmul) -> Matmul:
+    """Return `matmul` with this machine's chip and the arguments of the installed operator.
 
     Both are the same on every rank: ranks of one group run on one kind of chip, with one torch_npu.
     """
-    return replace(problem, soc=soc_name(), arguments=arguments(problem.operator))
+    return replace(matmul, soc=soc_name(), arguments=arguments(matmul.operator))
 
 
 def _torch_npu() -> Any:

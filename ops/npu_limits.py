@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.soc import (
     AIV_RANKS,
     COMM_MODES,
@@ -33,7 +33,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 K_RANGE = {ALL_REDUCE: (1, 2**31 - 1), REDUCE_SCATTER: (256, 65534), ALL_GATHER: (256, 65534)}
 
 # Largest K and N of npu_mm_all_reduce_base with an int8 weight, from its page. With an int8 input the page takes a
-# larger N if the weight is a transposed view. That is refused too: a problem does not tell the layout.
+# larger N if the weight is a transposed view. That is refused too: a matmul does not tell the layout.
 LARGEST_INT8 = 65535
 
 # Dtypes of the weight's scales that npu_mm_all_reduce_base of int8 by int8 can be given exactly, by the dtype of the
@@ -47,128 +47,128 @@ INT8_SCALES = {
 LARGEST_SIDE = {ALL_REDUCE: 2**31 - 1}
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the fused operator cannot run `problem`, or None if it can.
+def supports(matmul: Matmul) -> str | None:
+    """Return the reason why the fused operator cannot run `matmul`, or None if it can.
 
     A pure function of values that are the same on every rank. K is checked for this call only: a layer's
     backward contracts over another dimension and has its own check.
     """
-    return next(_refusals(problem), None)
+    return next(_refusals(matmul), None)
 
 
-def engine(problem: Problem) -> str | None:
-    """Return the engine of the communication that the call of `problem` names; None: it names none."""
-    named = problem.int8_input and problem.operator != ALL_REDUCE and problem.comm_mode is None
-    return INT8_ENGINE if named else problem.comm_mode
+def engine(matmul: Matmul) -> str | None:
+    """Return the engine of the communication that the call of `matmul` names; None: it names none."""
+    named = matmul.int8_input and matmul.operator != ALL_REDUCE and matmul.comm_mode is None
+    return INT8_ENGINE if named else matmul.comm_mode
 
 
-def _refusals(problem: Problem) -> Iterator[str]:
-    """Yield the reasons why the fused operator cannot run `problem`."""
-    operator, asked = problem.operator, f"which {problem.arithmetic.asked} requires"
-    if problem.device != "npu":
-        yield f"device {problem.device}, not npu"
-    if problem.dtype not in DTYPES:
-        yield f"{operator} takes {' or '.join(map(str, DTYPES))}, not {problem.dtype}"
-    yield from _chip_refusals(problem)
-    yield from _schema_refusals(problem)
+def _refusals(matmul: Matmul) -> Iterator[str]:
+    """Yield the reasons why the fused operator cannot run `matmul`."""
+    operator, asked = matmul.operator, f"which {matmul.arithmetic.asked} requires"
+    if matmul.device != "npu":
+        yield f"device {matmul.device}, not npu"
+    if matmul.dtype not in DTYPES:
+        yield f"{operator} takes {' or '.join(map(str, DTYPES))}, not {matmul.dtype}"
+    yield from _chip_refusals(matmul)
+    yield from _schema_refusals(matmul)
     smallest, largest = K_RANGE[operator]
-    if not smallest <= problem.k <= largest:
-        yield f"{operator} takes K from {smallest} to {largest}, not {problem.k}"
-    for side, size in (("M", problem.m), ("N", problem.n)):
+    if not smallest <= matmul.k <= largest:
+        yield f"{operator} takes K from {smallest} to {largest}, not {matmul.k}"
+    for side, size in (("M", matmul.m), ("N", matmul.n)):
         if size < 1:  # documented for all-reduce; elsewhere an empty call gains nothing
             yield f"{operator} takes no empty operand, and {side} is {size}"
         if size > LARGEST_SIDE.get(operator, size):
             yield f"{operator} takes {side} up to {LARGEST_SIDE[operator]}, not {size}"
-    if operator != ALL_REDUCE and problem.m % problem.ranks:
-        yield f"{operator} needs M divisible by the {problem.ranks} ranks, and M is {problem.m}"
-    if operator == ALL_REDUCE and (problem.antiquant or problem.int8_input):
-        yield from _int8_weight_refusals(problem)
-    if problem.deterministic and operator == ALL_GATHER:
+    if operator != ALL_REDUCE and matmul.m % matmul.ranks:
+        yield f"{operator} needs M divisible by the {matmul.ranks} ranks, and M is {matmul.m}"
+    if operator == ALL_REDUCE and (matmul.antiquant or matmul.int8_input):
+        yield from _int8_weight_refusals(matmul)
+    if matmul.deterministic and operator == ALL_GATHER:
         yield f"its matmul is not in row tiles, {asked}"
-    if problem.deterministic:  # a fused matmul cannot be tiled, and the order of its sums is undocumented
+    if matmul.deterministic:  # a fused matmul cannot be tiled, and the order of its sums is undocumented
         yield f"{operator} is not documented to sum in rank order, {asked}"
 
 
-def _chip_refusals(problem: Problem) -> Iterator[str]:
+def _chip_refusals(matmul: Matmul) -> Iterator[str]:
     """Refuse combinations of chip, operator, ranks and engine that are not documented."""
-    if not problem.soc:
+    if not matmul.soc:
         yield "the chip is unknown, and so are its operators and their rank counts"
         return
-    if problem.soc not in GENERATIONS:
-        yield f"no fused operator is documented for the chip {problem.soc}"
+    if matmul.soc not in GENERATIONS:
+        yield f"no fused operator is documented for the chip {matmul.soc}"
         return
-    generation = GENERATIONS[problem.soc]
-    where, allowed = f"{problem.soc} (generation {generation})", RANKS[generation].get(problem.operator)
+    generation = GENERATIONS[matmul.soc]
+    where, allowed = f"{matmul.soc} (generation {generation})", RANKS[generation].get(matmul.operator)
     if allowed is None:
-        yield f"{problem.operator} is not documented for {where}"
-    elif problem.ranks not in allowed:
-        yield f"{problem.operator} on {where} takes {', '.join(map(str, allowed))} ranks, not {problem.ranks}"
-    elif problem.ranks > problem.fused_ranks:
+        yield f"{matmul.operator} is not documented for {where}"
+    elif matmul.ranks not in allowed:
+        yield f"{matmul.operator} on {where} takes {', '.join(map(str, allowed))} ranks, not {matmul.ranks}"
+    elif matmul.ranks > matmul.fused_ranks:
         yield (
-            f"{problem.operator} on {where} runs on {problem.ranks} ranks only with fused_ranks={problem.ranks}, "
+            f"{matmul.operator} on {where} runs on {matmul.ranks} ranks only with fused_ranks={matmul.ranks}, "
             "because the sources disagree about it"
         )
-    yield from _mode_refusals(problem, generation, where)
-    size = problem.m * problem.n * problem.dtype.itemsize
-    if generation == "950" and problem.operator == REDUCE_SCATTER and size > LARGEST_SCATTER_950:
-        yield f"{problem.operator} on {where} takes a product of up to {LARGEST_SCATTER_950} bytes, not {size}"
+    yield from _mode_refusals(matmul, generation, where)
+    size = matmul.m * matmul.n * matmul.dtype.itemsize
+    if generation == "950" and matmul.operator == REDUCE_SCATTER and size > LARGEST_SCATTER_950:
+        yield f"{matmul.operator} on {where} takes a product of up to {LARGEST_SCATTER_950} bytes, not {size}"
 
 
-def _mode_refusals(problem: Problem, generation: str, where: str) -> Iterator[str]:
+def _mode_refusals(matmul: Matmul, generation: str, where: str) -> Iterator[str]:
     """Refuse an engine of the communication that the chip does not have, or not for so many ranks."""
-    modes, mode = COMM_MODES[generation], engine(problem)
-    if problem.int8_input and generation not in INT8_GENERATIONS:
-        yield f"{problem.operator} on {where} is not documented for int8 by int8"
-    if problem.int8_input and problem.operator == ALL_REDUCE and mode is not None:
-        yield f"{problem.operator} multiplies int8 by int8 only without comm_mode, not with {mode}"
-    elif problem.int8_input and problem.operator != ALL_REDUCE and mode != INT8_ENGINE:
-        yield f"{problem.operator} multiplies int8 by int8 only with comm_mode {INT8_ENGINE}, not {mode}"
+    modes, mode = COMM_MODES[generation], engine(matmul)
+    if matmul.int8_input and generation not in INT8_GENERATIONS:
+        yield f"{matmul.operator} on {where} is not documented for int8 by int8"
+    if matmul.int8_input and matmul.operator == ALL_REDUCE and mode is not None:
+        yield f"{matmul.operator} multiplies int8 by int8 only without comm_mode, not with {mode}"
+    elif matmul.int8_input and matmul.operator != ALL_REDUCE and mode != INT8_ENGINE:
+        yield f"{matmul.operator} multiplies int8 by int8 only with comm_mode {INT8_ENGINE}, not {mode}"
     if mode is not None and mode not in modes:
-        yield f"{problem.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
-    if mode == "aiv" and problem.ranks > AIV_RANKS:
-        yield f"{problem.operator} with comm_mode=aiv takes up to {AIV_RANKS} ranks, not {problem.ranks}"
+        yield f"{matmul.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
+    if mode == "aiv" and matmul.ranks > AIV_RANKS:
+        yield f"{matmul.operator} with comm_mode=aiv takes up to {AIV_RANKS} ranks, not {matmul.ranks}"
 
 
-def _schema_refusals(problem: Problem) -> Iterator[str]:
+def _schema_refusals(matmul: Matmul) -> Iterator[str]:
     """Refuse a call whose arguments the installed torch_npu does not know."""
-    if problem.arguments is None:  # nobody has looked them up
+    if matmul.arguments is None:  # nobody has looked them up
         return
-    name = FUSED_OPERATORS[problem.operator]
-    if not problem.arguments:
+    name = FUSED_OPERATORS[matmul.operator]
+    if not matmul.arguments:
         yield f"the installed torch_npu has no operator {name}"
-    missing = sorted(_named_arguments(problem) - problem.arguments)
+    missing = sorted(_named_arguments(matmul) - matmul.arguments)
     if missing:
         yield f"{name} of the installed torch_npu has no argument {', '.join(missing)}"
 
 
-def _named_arguments(problem: Problem) -> set[str]:
-    """Return the arguments, beyond those that every torch_npu has, that the call of `problem` gives."""
-    named = set() if engine(problem) is None else {"comm_mode"}
-    if problem.int8_input:
-        reduces = problem.operator == ALL_REDUCE
+def _named_arguments(matmul: Matmul) -> set[str]:
+    """Return the arguments, beyond those that every torch_npu has, that the call of `matmul` gives."""
+    named = set() if engine(matmul) is None else {"comm_mode"}
+    if matmul.int8_input:
+        reduces = matmul.operator == ALL_REDUCE
         named |= {"dequant_scale", "pertoken_scale"} if reduces else {"x1_scale", "x2_scale", "output_dtype"}
-    if problem.comm_quant:
+    if matmul.comm_quant:
         named |= {"comm_quant_scale_1", "comm_quant_scale_2"}
-    if problem.antiquant:
+    if matmul.antiquant:
         named |= {"antiquant_scale", "antiquant_offset", "antiquant_group_size"}
     return named
 
 
-def _int8_weight_refusals(problem: Problem) -> Iterator[str]:
+def _int8_weight_refusals(matmul: Matmul) -> Iterator[str]:
     """Refuse an int8 weight of an all-reduce whose shape, groups or scales are outside the documented limits."""
-    for side, size in (("K", problem.k), ("N", problem.n)):
+    for side, size in (("K", matmul.k), ("N", matmul.n)):
         if size > LARGEST_INT8:
-            yield f"{problem.operator} with an int8 weight takes {side} up to {LARGEST_INT8}, not {size}"
-    if problem.int8_input:
-        scales = INT8_SCALES.get(problem.dtype, ())
-        if problem.scale_dtype not in scales:
+            yield f"{matmul.operator} with an int8 weight takes {side} up to {LARGEST_INT8}, not {size}"
+    if matmul.int8_input:
+        scales = INT8_SCALES.get(matmul.dtype, ())
+        if matmul.scale_dtype not in scales:
             allowed = " or ".join(map(str, scales))
             yield (
-                f"{problem.operator} of int8 by int8 into {problem.dtype} takes scales of {allowed}, "
-                f"not {problem.scale_dtype}"
+                f"{matmul.operator} of int8 by int8 into {matmul.dtype} takes scales of {allowed}, "
+                f"not {matmul.scale_dtype}"
             )
         return
-    if problem.group_size >= problem.k:
-        yield f"{problem.operator} takes groups of at most K - 1 = {problem.k - 1}, not {problem.group_size}"
-    if problem.scale_dtype != problem.dtype:
-        yield f"{problem.operator} takes scales of the dtype of x, {problem.dtype}, not {problem.scale_dtype}"
+    if matmul.group_size >= matmul.k:
+        yield f"{matmul.operator} takes groups of at most K - 1 = {matmul.k - 1}, not {matmul.group_size}"
+    if matmul.scale_dtype != matmul.dtype:
+        yield f"{matmul.operator} takes scales of the dtype of x, {matmul.dtype}, not {matmul.scale_dtype}"

@@ -1,4 +1,4 @@
-"""Start the three operators: check the operands, choose a kernel and chunks, and return pending results.
+"""The three operators: decide how one runs on its operands; start it as was decided, and return pending results.
 
 The layers (ascend_parallel.overlap.linear) call these functions. Operands have any number of leading dimensions;
 kernels get rows.
@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from math import prod
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, npu, reference, shm
 from ascend_parallel.ops.bits import keep_bits
+from ascend_parallel.ops.call import ALL_REDUCE, Exchange, Matmul, matmul_of
 from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.decision import MOST_DECIDED, NOTHING, OF_GROUPS, Decision, Known, OfGroup, because, of_group
 from ascend_parallel.ops.deferred import DeferredProduct
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.multiply import MultipliedRows, NoProduct, align_operands
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.probing import ANY
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem, problem_of
 from ascend_parallel.ops.quantised import Weight, dequantised_weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute
 from ascend_parallel.ops.registry import (
     FUSED,
     KERNELS,
-    Choice,
     choose,
-    name_of,
     own_rows_suffice,
     too_narrow,
     usual_chunks,
@@ -49,10 +48,6 @@ T = TypeVar("T")
 
 # Kernels that multiply a deferred product, and add to it.
 ADDING = ("chunked", "reference")
-# A group's choices to keep: shapes can vary without end.
-MOST_CHOICES = 4096
-_CHOICES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Choice]] = WeakKeyDictionary()
-
 log = logging.getLogger("ascend_parallel")
 
 
@@ -76,60 +71,108 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-class OperatorCall(NamedTuple):
-    """What an operator multiplies, and how.
+def decided(
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    known: Known | None = None,
+    *,
+    layout: str = ANY,
+    comm_scales: CommScales | None = None,
+    parts: tuple[int, ...] = (),
+) -> Decision:
+    """Decide how `operator` of x [..., K] and w [K, N] runs; at the first call of a shape the ranks may communicate.
 
-    x, w
-        The operands: x [..., K], w [K, N].
+    known
+        What decides beside the settings, as of `choose`.
     layout
         The memory layout of w (ops/bits.py), the same on every rank.
     comm_scales
-        The scales of an exchange in int8.
+        The scales of an exchange in int8, allowed for int8 by int8.
     parts
-        Of a fused weight, as in `Problem`.
-    product
-        ``x @ w`` [M, N], if the caller has multiplied; the operator then reads the shape, dtype and device of x and no
-        value of it. A `DeferredProduct` has operands of its own, which the kernel multiplies.
-    """
+        Of a fused weight, as in `Matmul`.
 
-    operator: str
-    x: Input
-    w: Weight | ModuleWeight
-    group: dist.ProcessGroup
-    settings: OperatorSettings
-    layout: str = ANY
-    comm_scales: CommScales | None = None
-    parts: tuple[int, ...] = ()
-    product: torch.Tensor | None = None
+    Kept for later calls with such operands: the checks and the decision depend on the key alone. Those of int8 weights,
+    and of fused kernels, which may open shared memory, are not kept here. Raises `ValueError` for operands that do not
+    fit, and what `choose` raises.
+    """
+    if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
+        return _decide(operator, x, w, group, settings, known, layout, comm_scales, parts)
+    operands = type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device
+    key = operator, *operands, settings, known, layout, parts
+    kept = OF_GROUPS.get(group) or of_group(group)
+    decision = kept.decisions.get(key)
+    if decision is None:
+        decision = _decide(operator, x, w, group, settings, known, layout, comm_scales, parts)
+        _keep(kept, key, decision)
+    return decision
+
+
+def decided_module(x: torch.Tensor, w: ModuleWeight, group: dist.ProcessGroup, sizes: Sizes) -> Decision:
+    """Decide how the all-reduce of x [..., K] and a module's weight [K, N] runs, in chunks of `sizes` rows.
+
+    Its kernel is not one of those that `choose` knows. Kept as of `decided`; raises `ValueError` for operands that do
+    not fit.
+    """
+    kept, key = of_group(group), (x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, sizes)
+    decision = kept.decisions.get(key)
+    if decision is None:
+        matmul, kernel = matmul_of(ALL_REDUCE, x, w, group), "chunked" if len(sizes) > 1 else "reference"
+        decision = Decision(matmul, kernel, sizes, None, (because("module"),), given=True)
+        _keep(kept, key, decision)
+    return decision
+
+
+def decided_exchange(
+    exchange: Exchange, group: dist.ProcessGroup, settings: OperatorSettings, known: Known | None = None
+) -> Decision:
+    """Decide in how many groups of parts an exchange on `group` runs: the same on every rank, kept as of `decided`."""
+    kept, key = of_group(group), (exchange, settings, known)
+    decision = kept.decisions.get(key)
+    if decision is None:
+        decision = choose(exchange, settings, known)
+        log_once(decision)
+        _keep(kept, key, decision)
+    return decision
+
+
+def _keep(kept: OfGroup, key: Hashable, decision: Decision) -> None:
+    if len(kept.decisions) == MOST_DECIDED:
+        kept.decisions.clear()
+    kept.decisions[key] = decision
 
 
 def start_matmul_all_reduce(
     x: Input,
     w: Weight | ModuleWeight,
     group: dist.ProcessGroup,
-    settings: OperatorSettings,
+    decision: Decision,
     *,
-    layout: str = ANY,
     comm_scales: CommScales | None = None,
-    parts: tuple[int, ...] = (),
     product: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8, or a module's; pending [M, N].
 
-    `layout` is the memory layout of w (ops/bits.py), the same on every rank. With `comm_scales`, allowed for int8 by
-    int8, the ranks exchange int8: sums are rounded. `parts` as in `Problem`. `product` as in `OperatorCall`; other
-    ranks may multiply here, as long as they call with operands of the same shapes.
+    decision
+        Of `decided`, for such operands.
+    comm_scales
+        The ranks exchange int8: sums are rounded.
+    product
+        ``x @ w`` [M, N], if the caller has multiplied; the operator then reads the shape, dtype and device of x and no
+        value of it. A `DeferredProduct` has operands of its own, which the kernel multiplies. Other ranks may multiply
+        here, as long as they call with operands of the same shapes.
     """
     with autocast_off(x):
-        call = OperatorCall(ALL_REDUCE, x, w, group, settings, layout, comm_scales, parts, product)
-        x_m, right, choice = _prepare(call)
-        kernel, options = kernel_of(choice), dict(choice.options)
+        x_m, right = _operands(x, w, decision, product)
+        options = dict(decision.options)
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
-        if product is not None and (addends := _addends(call, choice)):
+        if product is not None and (addends := _addends(x, w, decision, product)):
             options["addends"] = addends
-        with in_timeline(choice, group):
-            pending: Pending = kernel(x_m, right, group, choice.sizes, **options)
+        with _NOTHING if RECORDING.recorder is None else in_timeline(decision, group):
+            pending: Pending = KERNELS[decision.kernel].matmul_all_reduce(x_m, right, group, decision.sizes, **options)
     return pending
 
 
@@ -137,12 +180,10 @@ def start_matmul_reduce_scatter(
     x: Input,
     w: Weight,
     group: dist.ProcessGroup,
-    settings: OperatorSettings,
+    decision: Decision,
     after: Pending | None = None,
     *,
-    layout: str = ANY,
     addends: Sequence[torch.Tensor] = (),
-    parts: tuple[int, ...] = (),
     product: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``reduce_scatter(x @ w + addends)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
@@ -150,20 +191,21 @@ def start_matmul_reduce_scatter(
     The `addends` [M, N] are added to this rank's product; fused kernels, which settings alone request, cannot add them.
 
     `after` is an earlier collective of the same group that must finish first, where the backend runs collectives at
-    the same time. `layout`, `parts` and `product` as in
-    `start_matmul_all_reduce`.
+    the same time. `decision` and `product` as in `start_matmul_all_reduce`.
     """
     with autocast_off(x):
-        call = OperatorCall(REDUCE_SCATTER, x, w, group, settings, layout, parts=parts, product=product)
-        x_m, right, choice = _prepare(call)
-        kernel, options = kernel_of(choice), dict(choice.options)
+        x_m, right = _operands(x, w, decision, product)
+        options = dict(decision.options)
         if product is not None:
-            addends = _addends(call, choice)
+            addends = _addends(x, w, decision, product)
         if addends:
-            settings.arithmetic.refuse("layers that share a gather do not sum their gradients in a tree")
+            assert isinstance(decision.call, Matmul)
+            decision.call.arithmetic.refuse("layers that share a gather do not sum their gradients in a tree")
             options["addends"] = addends
-        with in_timeline(choice, group):
-            pending: Pending = kernel(x_m, right, group, choice.sizes, after, **options)
+        with _NOTHING if RECORDING.recorder is None else in_timeline(decision, group):
+            pending: Pending = KERNELS[decision.kernel].matmul_reduce_scatter(
+                x_m, right, group, decision.sizes, after, **options
+            )
     return pending
 
 
@@ -171,56 +213,61 @@ def run_all_gather_matmul(
     x_shard: Input,
     w: Weight,
     group: dist.ProcessGroup,
-    settings: OperatorSettings,
+    decision: Decision,
     keep_gathered: bool = True,
     *,
-    layout: str = ANY,
     each: chunked.EachRows | None = None,
-    parts: tuple[int, ...] = (),
     multiplies: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``all_gather(x_shard) @ w`` [M, N] and ``all_gather(x_shard)`` [M, K]: w [K, N].
 
     x_shard and w may both be in int8; keep_gathered is then False. With keep_gathered=False the second result may be
-    None: fused kernels then need not store it. `layout` and `parts` as in `start_matmul_all_reduce`. `each` is called
+    None: fused kernels then need not store it. `decision` as in `start_matmul_all_reduce`. `each` is called
     for the rows of each chunk; the chunked kernel alone does so. With multiplies=False the collectives run alone, those
     that other ranks run around their matmul, and the first result is undefined; of w only shape and dtype count.
     """
     assert not (keep_gathered and isinstance(x_shard, QuantisedRows)), "gathered int8 rows are not kept"
     with autocast_off(x_shard):
-        x_m, right, choice = _prepare(OperatorCall(ALL_GATHER, x_shard, w, group, settings, layout, parts=parts))
-        kernel, options = kernel_of(choice), dict(choice.options)
-        if not multiplies and choice.kernel not in FUSED:  # a fused kernel takes no weight but a tensor
+        x_m, right = _operands(x_shard, w, decision, None)
+        options = dict(decision.options)
+        if not multiplies and decision.kernel not in FUSED:  # a fused kernel takes no weight but a tensor
             right = NoProduct(w.shape)
-        if choice.kernel == "chunked":
+        if decision.kernel == "chunked":
             options["each"] = each
-        with in_timeline(choice, group):
-            y_m, gathered_m = kernel(x_m, right, group, choice.sizes, keep_gathered=keep_gathered, **options)
+        with _NOTHING if RECORDING.recorder is None else in_timeline(decision, group):
+            y_m, gathered_m = KERNELS[decision.kernel].all_gather_matmul(
+                x_m, right, group, decision.sizes, keep_gathered=keep_gathered, **options
+            )
     return y_m, gathered_m
 
 
-def start_gather_rows(
-    x_shard: torch.Tensor, group: dist.ProcessGroup, settings: OperatorSettings, other: int
-) -> Pending:
-    """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows; pending [M, K].
+def gather_sizes(
+    x_shard: torch.Tensor, other: int, group: dist.ProcessGroup, settings: OperatorSettings, known: Known | None = None
+) -> Sizes:
+    """Return the rows of each chunk of an all-gather of x_shard [..., K].
 
     other: the features on the other side of the matmul that reads the rows.
     """
-    x_m = rows_of(x_shard)
-    (rows, features), ranks = x_m.shape, group.size()
-    sizes = _gathered_sizes(rows, features, other, ranks, x_m.device.type, settings.for_operators)
-    if len(sizes) > 1:  # whether rows are unfinished may differ between ranks, and decides nothing
-        return chunked.start_gathers(x_m, group, sizes, "all_gather")[0]
-    return reference.gather_rows(x_m, group, "all_gather")
+    (*leading, features), ranks, device = x_shard.shape, group.size(), x_shard.device.type
+    return _gather_sizes(prod(leading), features, other, ranks, device, settings.for_operators, known or NOTHING)
 
 
 @functools.lru_cache(maxsize=4096)
-def _gathered_sizes(rows: int, features: int, other: int, ranks: int, device: str, settings: OperatorSettings) -> Sizes:
-    """Return the rows of each chunk of an all-gather of `rows` of so many features, as of `start_gather_rows`."""
+def _gather_sizes(
+    rows: int, features: int, other: int, ranks: int, device: str, settings: OperatorSettings, known: Known
+) -> Sizes:
     # The first as where another rank multiplies the rows that it gathers.
     if own_rows_suffice(ranks, device) or too_narrow(features, other):
         return (rows,)
-    return split_rows(rows, usual_chunks(settings), settings.chunk_rows)
+    return split_rows(rows, usual_chunks(settings, known), settings.chunk_rows)
+
+
+def start_gather_rows(x_shard: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Pending:
+    """Start ``all_gather(x_shard)``: x_shard [..., K] as M / R rows, in chunks of `sizes` rows; pending [M, K]."""
+    x_m = rows_of(x_shard)
+    if len(sizes) > 1:  # whether rows are unfinished may differ between ranks, and decides nothing
+        return chunked.start_gathers(x_m, group, sizes, "all_gather")
+    return reference.gather_rows(x_m, group, "all_gather")
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -250,36 +297,30 @@ def scattered_shape(shape: torch.Size, ranks: int, last: int) -> tuple[int, ...]
     return (shape[0] // ranks, *shape[1:-1], last)
 
 
-def kernel_of(choice: Choice) -> Callable[..., Any]:
-    """Return the function of the chosen kernel: ``kernel(x_m, w, group, sizes, ...)``."""
-    kernel: Callable[..., Any] = getattr(KERNELS[choice.kernel], choice.problem.operator)
-    return kernel
-
-
-def in_timeline(choice: Choice, group: dist.ProcessGroup) -> AbstractContextManager[object]:
+def in_timeline(decision: Decision, group: dist.ProcessGroup) -> AbstractContextManager[object]:
     """Return a context that records the call of the chosen kernel, if a recorder is active."""
     recorder = RECORDING.recorder
     if recorder is None:
         return _NOTHING
-    return recorder.call(recorded(choice), choice.problem.device, group, fused=choice.kernel in FUSED)
+    return recorder.call(recorded(decision), decision.call.device, group, fused=decision.kernel in FUSED)
 
 
-def recorded(choice: Choice) -> dict[str, object]:
+def recorded(decision: Decision) -> dict[str, object]:
     """Return the fields of a call in a timeline record."""
-    problem = choice.problem
-    shape = {"operator": problem.operator, "m": problem.m, "k": problem.k, "n": problem.n}
-    dtype = str(problem.dtype).removeprefix("torch.")
-    return {**shape, "dtype": dtype, "kernel": choice.kernel, "chunks": len(choice.sizes)}
+    call = decision.call
+    shape = {"operator": call.operator, **dict(zip("mkn", call.shape, strict=True))}
+    dtype = str(call.dtype).removeprefix("torch.")
+    return {**shape, "dtype": dtype, "kernel": decision.kernel, "chunks": len(decision.sizes)}
 
 
 @functools.lru_cache(maxsize=4096)
-def log_once(choice: Choice) -> None:
-    """Log each new choice on rank 0; warn, once for each reason, if it does not meet the user's request."""
+def log_once(decision: Decision) -> None:
+    """Log each new decision on rank 0; warn, once for each reason, if it does not meet the user's request."""
     if dist.get_rank() != 0:
         return
-    log.info("%s: %s, chunks: %d (%s)", name_of(choice.problem), choice.kernel, len(choice.sizes), choice.reason)
-    if choice.unmet:
-        _warn_once(choice.unmet)
+    log.info("%s: %s, chunks: %d (%s)", decision.call.in_words, decision.kernel, len(decision.sizes), decision.reason)
+    if decision.unmet:
+        _warn_once(decision.unmet)
 
 
 @functools.lru_cache(maxsize=64)
@@ -287,101 +328,83 @@ def _warn_once(reason: str) -> None:
     log.warning("%s", reason)
 
 
-def choice_for(
-    problem: Problem, group: dist.ProcessGroup, settings: OperatorSettings, device: torch.device, layout: str = ANY
-) -> Choice:
-    """Return kernel and chunks of a call on `group`; at the first call of a shape its ranks may communicate."""
+def decision_for(
+    matmul: Matmul,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    known: Known | None,
+    device: torch.device,
+    layout: str = ANY,
+) -> Decision:
+    """Return how a matmul runs on `group`; at the first call of a shape its ranks may communicate."""
     if settings.fused:
-        problem = with_fused_limits(problem, group, float(settings.time_limit))
-    return keep_bits(choose(problem, settings), group, device, layout)
+        matmul = with_fused_limits(matmul, group, float(settings.time_limit))
+    return keep_bits(choose(matmul, settings, known), group, device, layout)
 
 
-def with_fused_limits(problem: Problem, group: dist.ProcessGroup, time_limit: float = shm.TIME_LIMIT) -> Problem:
-    """Return `problem` with what decides whether the fused kernel of its device runs it; every rank calls this."""
-    if problem.device == "cpu":
-        return shm.ask(problem, group, time_limit)
-    return npu.ask(problem) if problem.device == "npu" else problem
+def with_fused_limits(matmul: Matmul, group: dist.ProcessGroup, time_limit: float = shm.TIME_LIMIT) -> Matmul:
+    """Return `matmul` with what decides whether the fused kernel of its device runs it; every rank calls this."""
+    if matmul.device == "cpu":
+        return shm.ask(matmul, group, time_limit)
+    return npu.ask(matmul) if matmul.device == "npu" else matmul
 
 
-def _new_choice(call: OperatorCall) -> Choice:
+def _decide(
+    operator: str,
+    x: Input,
+    w: Weight,
+    group: dist.ProcessGroup,
+    settings: OperatorSettings,
+    known: Known | None,
+    layout: str,
+    comm_scales: CommScales | None,
+    parts: tuple[int, ...],
+) -> Decision:
     """Check the operands, and choose kernel and chunks."""
-    if isinstance(call.w, ModuleWeight):
-        return _choice_of_module(call, call.w)
-    problem = replace(problem_of(call.operator, call.x, call.w, call.group), parts=call.parts)
-    if call.comm_scales is not None:
-        problem = replace(problem, comm_quant=True)
-        call.comm_scales.check(call.operator, problem.n, problem.dtype, call.x.device)
-    choice = choice_for(problem, call.group, call.settings, call.x.device, call.layout)
-    log_once(choice)
-    return choice
+    matmul = replace(matmul_of(operator, x, w, group), parts=parts)
+    if comm_scales is not None:
+        matmul = replace(matmul, comm_quant=True)
+        comm_scales.check(operator, matmul.n, matmul.dtype, x.device)
+    decision = decision_for(matmul, group, settings, known, x.device, layout)
+    log_once(decision)
+    return decision
 
 
-def _choice_of_module(call: OperatorCall, w: ModuleWeight) -> Choice:
-    """Return the chunks that a module's weight asks for: its kernel is not one of those that `choose` knows."""
-    problem = problem_of(call.operator, call.x, w, call.group)
-    sizes = w.cut(problem.m)
-    kernel = "chunked" if len(sizes) > 1 else "reference"
-    return Choice(problem, kernel, sizes, None, "the module multiplies, in chunks of its own", given=True)
-
-
-def _choice_of_operands(call: OperatorCall) -> Choice:
-    """Return `_new_choice`, kept for later calls with such operands: the checks and the choice depend on the key alone.
-
-    The choices of int8 weights, and of fused kernels, which may open shared memory, are not kept here.
-    """
-    operator, x, w, group, settings, layout, comm_scales, parts, _ = call
-    if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
-        return _new_choice(call)
-    kept = _CHOICES.get(group)
-    if kept is None:
-        kept = _CHOICES[group] = {}
-    key = (operator, type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device, settings, layout, parts)
-    choice = kept.get(key)
-    if choice is None:
-        choice = _new_choice(call)
-        if len(kept) == MOST_CHOICES:
-            kept.clear()
-        kept[key] = choice
-    return choice
-
-
-def _prepare(call: OperatorCall) -> tuple[Input, Weight | ModuleWeight | MultipliedRows | NoProduct, Choice]:
-    """Return the operands as the chosen kernel takes them, and the choice."""
-    x, w, settings = call.x, call.w, call.settings
-    choice = _choice_of_operands(call)
-    deferred = None if call.product is None else _deferred(call, choice)
-    if deferred is not None:
+def _operands(
+    x: Input, w: Weight | ModuleWeight, decision: Decision, product: torch.Tensor | None
+) -> tuple[Input, Weight | ModuleWeight | MultipliedRows | NoProduct]:
+    """Return the operands as the kernel takes them."""
+    if product is not None:
+        deferred = _deferred(x, w, decision, product)
+        if deferred is None:
+            columns = product.shape[-1]
+            fused = decision.kernel in FUSED  # which takes no weight but a tensor: the identity changes no bit
+            weight = torch.eye(columns, dtype=x.dtype, device=x.device) if fused else MultipliedRows(columns)
+            return rows_of(finished(product)), weight
         deferred.check()
         x, w = deferred.x, deferred.w
-    elif call.product is not None:
-        columns = call.product.shape[-1]
-        fused = choice.kernel in FUSED  # which takes no weight but a tensor: the identity changes no bit
-        weight = torch.eye(columns, dtype=x.dtype, device=x.device) if fused else MultipliedRows(columns)
-        return rows_of(finished(call.product)), weight, choice
     if isinstance(x, QuantisedRows):
-        if choice.kernel == "npu":
-            return x.rows(), w, choice
+        if decision.kernel == "npu":
+            return x.rows(), w
         assert not isinstance(w, ModuleWeight)
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
-    problem, x_m = choice.problem, rows_of(x)
-    # An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
-    aligns = settings.matmul_soc_friendly and problem.device == "npu" and call.operator != ALL_GATHER
-    if choice.kernel == "chunked" and aligns and not settings.deterministic and isinstance(w, torch.Tensor):
-        x_m, w = align_operands(x_m, w, problem.rows // len(choice.sizes), settings.k_min, settings.k_max)
-    return x_m, w, choice
+    x_m = rows_of(x)
+    if decision.aligned is not None and isinstance(w, torch.Tensor):
+        assert isinstance(decision.call, Matmul)
+        return align_operands(x_m, w, decision.call.rows // len(decision.sizes), *decision.aligned)
+    return x_m, w
 
 
-def _deferred(call: OperatorCall, choice: Choice) -> DeferredProduct | None:
+def _deferred(x: Input, w: Weight | ModuleWeight, decision: Decision, product: torch.Tensor) -> DeferredProduct | None:
     """Return the product of the call if its kernel is to multiply it, in chunks, and can add to it."""
-    product = call.product
-    if not isinstance(product, DeferredProduct) or product.multiplied or choice.kernel not in ADDING:
+    if not isinstance(product, DeferredProduct) or product.multiplied or decision.kernel not in ADDING:
         return None
-    return product if (product.x.shape, product.w.shape) == (call.x.shape, call.w.shape) else None
+    return product if (product.x.shape, product.w.shape) == (x.shape, w.shape) else None
 
 
-def _addends(call: OperatorCall, choice: Choice) -> list[torch.Tensor]:
-    """Return what is added to a deferred product, as rows."""
-    deferred = _deferred(call, choice)
+def _addends(x: Input, w: Weight | ModuleWeight, decision: Decision, product: torch.Tensor) -> list[torch.Tensor]:
+    """Return the addend of a deferred product, as rows."""
+    deferred = _deferred(x, w, decision, product)
     return [] if deferred is None else [rows_of(addend) for addend in deferred.addends]
 
 

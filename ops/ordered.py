@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from ascend_parallel.ops import chunked, reference
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, Matmul
 from ascend_parallel.ops.chunked import all_gather_matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import BY_RANK, all_gather_single, sum_in_rank_order
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, multiply
 from ascend_parallel.ops.pending import FinishingWork, Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
@@ -32,10 +32,10 @@ from ascend_parallel.ops.rows import Sizes
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "supports"]
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    nothing = "a gather sums nothing" if problem.operator == ALL_GATHER else None
-    return problem.arithmetic.forbids(DEPENDS_ON_DEGREE) or nothing
+def supports(matmul: Matmul) -> str | None:
+    """Return the reason why the kernel cannot run `matmul`, or None if it can."""
+    nothing = "a gather sums nothing" if matmul.operator == ALL_GATHER else None
+    return matmul.arithmetic.forbids(DEPENDS_ON_DEGREE) or nothing
 
 
 def matmul_all_reduce(

@@ -25,14 +25,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import PART_NAMES
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.decision import Decision
 from ascend_parallel.ops.operators import in_timeline
 from ascend_parallel.ops.pending import FinishingWork, Pending
-from ascend_parallel.ops.problem import PART_NAMES
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
-from ascend_parallel.ops.registry import Choice
 
 # Dispatches that are started before the first group is computed. All at once would share a link, and the first group
 # would come as late as the last.
@@ -58,7 +58,7 @@ class PartGroup(Protocol):
         """The rows that come from each rank."""
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the group sends of a tensor, contiguous and sorted by rank."""
+        """Return the part of a tensor that the group sends, contiguous and sorted by rank."""
 
     def landing(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return where the group's part of the result x lands when it comes back: x, or a buffer for `place`.
@@ -87,7 +87,7 @@ def part_exchange(
     work: Callable[[int, Group, Rows], Rows],
     results: Rows,
     group: dist.ProcessGroup,
-    choice: Choice,
+    decision: Decision,
     *,
     routes: Sequence[Route[Group]] = (),
     routes_back: Sequence[Route[Group]] = (),
@@ -105,9 +105,9 @@ def part_exchange(
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
     `CollectiveError` if a rank fails.
     """
-    with in_timeline(choice, group):
-        _Exchange(rows, groups, results, group, choice, routes, routes_back).run(work, under_first, under_last)
-    COUNTS.add(choice.problem.operator, len(groups), len(groups) * (len(rows) + len(results)))
+    with in_timeline(decision, group):
+        _Exchange(rows, groups, results, group, decision, routes, routes_back).run(work, under_first, under_last)
+    COUNTS.add(decision.call.operator, len(groups), len(groups) * (len(rows) + len(results)))
 
 
 class _Exchange:
@@ -119,14 +119,14 @@ class _Exchange:
         groups: Sequence[PartGroup],
         results: Rows,
         group: dist.ProcessGroup,
-        choice: Choice,
+        decision: Decision,
         routes: Sequence[Route[Any]],
         routes_back: Sequence[Route[Any]],
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
         self._routes = routes or [own_route] * len(rows)
         self._routes_back = routes_back or [own_route] * len(results)
-        self._parts, names = PART_NAMES[choice.problem.operator]
+        self._parts, names = PART_NAMES[decision.call.operator]
         like = (*rows, *results)[0]
         self._dispatch = Pending(like, f"{names}_dispatch", group, len(groups) * len(rows))
         self._combine = Pending(like, f"{names}_combine", group, len(groups) * len(results))

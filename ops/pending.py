@@ -25,6 +25,7 @@ from ascend_parallel.process_groups import (
     wait_limit,
     wait_within,
 )
+from ascend_parallel.process_groups.backend import Backend
 from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 P = ParamSpec("P")
@@ -90,7 +91,7 @@ class Pending:
     collective outlives its buffers.
     """
 
-    __slots__ = ("_count", "_limit", "_operator", "_recorded", "_works", "group", "sizes", "tensor")
+    __slots__ = ("_count", "_limit", "_loop", "_operator", "_recorded", "_works", "group", "sizes", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, operator: str, group: dist.ProcessGroup, count: int = 1, sizes: Sizes = ()
@@ -105,6 +106,7 @@ class Pending:
         self.group = group
         self._count = count
         self._works: list[Work | None] = []  # None: waited for
+        self._loop: Any = None  # the extension's, which has works of its own
         self._limit: timedelta | None = UNREAD
         self._recorded = None if RECORDING.recorder is None else RECORDING.communication(operator, group, tensor)
 
@@ -143,6 +145,23 @@ class Pending:
             self.drain()
             raise
 
+    def launch_loop(self, loop: Any, backend: Backend, run: Callable[..., T], *args: object) -> T:
+        """Have a loop in C++ start all collectives, by ``run(*args)``, on the group's backend; waits are the loop's.
+
+        If a step or a start fails, wait for the collectives that have started.
+        """
+        self._loop, self._limit = loop, wait_limit(self.group, self.tensor.device, backend)
+        try:
+            try:
+                return run(*args)
+            except RuntimeError as error:
+                if loop.starting < 0:
+                    raise
+                raise self._failure(loop.starting, error) from error
+        except BaseException:
+            self.drain()
+            raise
+
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
         try:
@@ -152,6 +171,8 @@ class Pending:
 
     def done(self) -> bool:
         """Tell whether `wait` would return at once; not meant for reduce-scatters: on gloo they never report done."""
+        if self._loop is not None:
+            return all(map(self._loop.is_completed, range(len(self._loop))))
         return all(work is None or work.is_completed() for work in self._works)
 
     def advance(self, index: int) -> None:
@@ -167,6 +188,9 @@ class Pending:
 
         Raises `CollectiveError` on the rank that sees a failure.
         """
+        if self._loop is not None:
+            self._wait_in_loop(first, stop or first + 1)
+            return
         for index in range(first, stop or first + 1):
             while IDLE_WORK and self._works and self._may_take(index):
                 IDLE_WORK.popleft()()
@@ -193,12 +217,29 @@ class Pending:
             if self._works:
                 self._works[index] = None
 
+    def _wait_in_loop(self, first: int, stop: int) -> None:
+        loop = self._loop
+        while first < stop:
+            while IDLE_WORK and self._may_take(first):
+                IDLE_WORK.popleft()()
+            until = first + 1 if IDLE_WORK else stop
+            try:
+                loop.wait(first, until, self._limit)
+            except RuntimeError as error:
+                if loop.waiting < 0:
+                    raise
+                self._raise_failure(loop.waiting, loop.failed, error)
+            first = until
+
     def _may_take(self, index: int) -> bool:
         """Tell whether a wait is known to take time: idle work before a wait that takes none delays what comes next.
 
         Where a wait orders streams the host runs ahead, so idle work belongs before it. A work is not asked there: that
         ends the capture of a graph.
         """
+        if self._loop is not None:
+            done = self._limit is not None and self._loop.is_completed(index)
+            return not done and (self._limit is None or self._loop.tells_completion(index))
         work = self._works[index]
         if work is None or self._limit is None:
             return work is not None
@@ -206,7 +247,10 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
-        if self._works:
+        if self._loop is not None:
+            self._wait_in_loop(0, len(self._loop))
+            self._loop = None
+        elif self._works:
             self.wait_for(0, len(self._works))
             self._works.clear()
         return self.tensor
@@ -242,7 +286,7 @@ class Pending:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the remaining collectives."""
-        if not self._works:
+        if not self._works and self._loop is None:
             return
         if kind is None:
             self.wait()
@@ -251,6 +295,9 @@ class Pending:
 
     def drain(self) -> None:
         """Wait for the collectives that have started, after an error: it is raised, not theirs."""
+        if self._loop is not None:
+            self._loop.drain(self._limit)
+            self._loop = None
         for work in self._works:
             if work is None:
                 continue

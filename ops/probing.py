@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 
 log = logging.getLogger("ascend_parallel")
 
@@ -37,14 +35,14 @@ Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
 class CutProduct(Hashable, Protocol):
     """A product in pieces.
 
-    problem
+    matmul
         The whole product, [m, k] x [k, n].
     launches
         As of `Backend`: the host then reads one answer, not one for each piece.
     """
 
     @property
-    def problem(self) -> Problem: ...  # noqa: D102
+    def matmul(self) -> Matmul: ...  # noqa: D102
 
     @property
     def launches(self) -> bool: ...  # noqa: D102
@@ -67,7 +65,7 @@ def same_bits(cut: CutProduct, layout: str, device: torch.device, threads: int) 
     """Tell whether the product in pieces has the bits of the whole one on this machine, with `threads` threads."""
     try:
         with without_grad_and_modes():
-            x, w = cancelling_operands(cut.problem, layout, device)
+            x, w = cancelling_operands(cut.matmul, layout, device)
             pieces = cut.pieces(x, w)
             if not cut.launches:
                 return all(torch.equal(piece, expected) for piece, expected in pieces)
@@ -82,8 +80,8 @@ def log_time(what: str, begin: float) -> None:
         log.info("%s: asked in %.0f ms which chunks keep the bits", what, 1e3 * (time.perf_counter() - begin))
 
 
-def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [M, K] and w [K, N] of a problem, w in a layout, whose product is 0 but for rounding; always the same.
+def cancelling_operands(matmul: Matmul, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [M, K] and w [K, N] of a matmul, w in a layout, whose product is 0 but for rounding; always the same.
 
     Each number of x stands twice in its row, and the two products have unlike signs, at places that are drawn. So the
     sum that a routine returns is the rounding of its own order of additions. Of random operands the same numbers
@@ -91,54 +89,15 @@ def cancelling_operands(problem: Problem, layout: str, device: torch.device) -> 
     """
     # On the device: a copy from the host may wait for a collective in flight, which waits for ranks that probe too.
     generator = torch.Generator(device).manual_seed(0)
-    m, k, n = problem.m, problem.k, problem.n
+    m, k, n = matmul.m, matmul.k, matmul.n
     places = torch.randperm(k, generator=generator, device=device)
 
     def drawn(rows: int, sign: int) -> torch.Tensor:
         shape = max(1, min(rows, DRAWN_ROWS)), k // 2
-        numbers = torch.randn(shape, generator=generator, device=device).to(problem.dtype)
+        numbers = torch.randn(shape, generator=generator, device=device).to(matmul.dtype)
         left_over = numbers.new_zeros(shape[0], k % 2)
         base = torch.cat([numbers, sign * numbers, left_over], 1).index_select(1, places)
         return base.repeat(-(-rows // shape[0]), 1)[:rows].contiguous()
 
     x, w_t = drawn(m, 1), drawn(n, -1)
     return x, w_t.t() if layout == TRANSPOSED else w_t.t().contiguous()
-
-
-@contextmanager
-def without_grad_and_modes(inference: bool = False) -> Iterator[None]:
-    """Disable autograd, dispatch and function modes, and autocast: for work outside of the user's call.
-
-    inference: whether the work runs in inference mode, where alone tensors of that mode may be written.
-    What is not on is not switched off: torch's contexts take longer than a small operator.
-    """
-    with in_inference_mode(inference), torch.no_grad(), torch._C.DisableTorchFunction(), ExitStack() as stack:
-        pre_dispatch = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
-        if pre_dispatch or torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        for device in _autocast_devices():
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def modes_are_on(inference: bool) -> bool:
-    """Tell whether `without_grad_and_modes` has more to switch off, or on, than autograd and functions of torch's."""
-    return bool(
-        torch.is_inference_mode_enabled() != inference
-        or torch._C._len_torch_dispatch_stack()
-        or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
-        or any(map(torch.is_autocast_enabled, _autocast_devices()))
-    )
-
-
-def in_inference_mode(inference: bool) -> AbstractContextManager[object]:
-    """Return a context that is in inference mode, or is not; to leave the mode turns autograd on."""
-    return nullcontext() if torch.is_inference_mode_enabled() == inference else torch.inference_mode(inference)
-
-
-@cache
-def _autocast_devices() -> tuple[str, ...]:
-    """Return the devices of this machine; autocast of an absent one fails: torch_npu may be there without an NPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -243,7 +243,7 @@ def compute(kind: str, name: str, function: Callable[P, T], *args: P.args, **kwa
 
 
 def recorded_as(kind: str, name: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Return what runs `function` as `compute` does, for a loop: `function` itself while no recorder is active."""
+    """Return `function` as `compute` runs it, for a loop: `function` itself while no recorder is active."""
     recorder = RECORDING.recorder
     return function if recorder is None else functools.partial(recorder.compute, kind, name, function)
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.collectives import BY_BACKEND, all_gather_single, reduce_scatters, summed_in_backend_order
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.multiply import ALONE, product
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.quantised import Weight, dequantised_weight
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes

@@ -1,8 +1,8 @@
-"""Choose the kernel and the chunks of a problem, with the reason; explain why the other kernels were not chosen.
+"""Choose the kernel and the chunks of a call, with the reason; explain why the other kernels were not chosen.
 
 `choose` is a pure function of values that are the same on every rank of a group, so all ranks take the
 same kernel and chunks without communication. Each kernel's `supports` returns the reason why it cannot run
-a problem; `choose` takes the first of `KERNELS` that the settings request and that can run the problem.
+a matmul; `choose` takes the first of `KERNELS` that the settings request and that can run it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from functools import lru_cache
 from types import ModuleType
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Call, Exchange, Matmul
+from ascend_parallel.ops.decision import NOTHING, Decision, Known, Reason, SizesOf, because
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.device_units import fills
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, KEY_GATHER, PART_NAMES, Problem
 from ascend_parallel.ops.rows import (
     DEVICE_TILE,
     ROW_TILE,
@@ -28,6 +29,7 @@ from ascend_parallel.ops.rows import (
     uneven_rows,
 )
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.ops.shape_table import Cut
 from ascend_parallel.process_groups.backend import usual_backend
 
 # In the order of preference. Fused kernels run only on request, "chunked" with two chunks or more, "ordered" if the
@@ -55,81 +57,54 @@ class UnmetRequestError(RuntimeError):
     """COC_STRICT=1, and a call cannot meet a request of the settings; raised on every rank."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Kernel and chunks of a problem, with the reason.
+def choose(call: Call, settings: OperatorSettings, known: Known | None = None) -> Decision:
+    """Return kernel and chunks, or groups of parts, of `call`; the same on every rank.
 
-    sizes
-        Rows of each chunk; columns for an int8 weight; the parts of each group for an exchange.
-    bit_exact
-        Whether the result has the bits of the plain layer (a whole matmul and a single collective); None if the first
-        call has to probe the machines (ops/bits.py).
-    unmet
-        Why the user's request is not met; empty if it is.
-    given
-        Whether the user or a plan gave the sizes; given sizes never change.
-    options
-        Keyword arguments for the kernel.
-    step
-        Sizes that are not given are multiples of it, but for the last.
+    known: what decides beside the settings; None: their plan alone.
+
+    Raises `UnmetRequestError` if the settings are strict and the call cannot meet their request, `DegreeError` if
+    they ask for the same bits at every degree and the call cannot have them.
     """
-
-    problem: Problem
-    kernel: str
-    sizes: Sizes
-    bit_exact: bool | None
-    reason: str
-    unmet: str = ""
-    given: bool = False
-    options: tuple[tuple[str, object], ...] = ()
-    step: int = ROW_TILE
+    decision = would_choose(call, settings, known)
+    if settings.strict and decision.unmet:
+        raise UnmetRequestError(f"COC_STRICT=1: {decision.call.in_words}: {decision.unmet}")
+    return decision
 
 
-def choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    """Return kernel and chunks for `problem`; the same on every rank.
-
-    Raises `UnmetRequestError` if the settings are strict and the problem cannot meet their request, `DegreeError` if
-    they ask for the same bits at every degree and the problem cannot have them.
-    """
-    return _cached_choice(problem, settings.for_operators)
+def would_choose(call: Call, settings: OperatorSettings, known: Known | None = None) -> Decision:
+    """Return what `choose` returns, whether or not a request is met."""
+    return _choose(call, settings.for_operators, Known(plan=settings.plan) if known is None else known)
 
 
 @lru_cache(maxsize=4096)
-def _cached_choice(problem: Problem, settings: OperatorSettings) -> Choice:
-    problem = replace(
-        problem,
-        deterministic=settings.deterministic,
+def _choose(call: Call, settings: OperatorSettings, known: Known) -> Decision:
+    if isinstance(call, Exchange):
+        return _choose_groups(call, settings, known)
+    matmul = replace(
+        call,
+        deterministic=settings.deterministic if known.deterministic is None else known.deterministic,
         comm_mode=settings.comm_mode,
         fused_ranks=settings.fused_ranks,
     )
-    choice = _choose(problem, settings)
-    if settings.strict and choice.unmet:
-        raise UnmetRequestError(f"COC_STRICT=1: {name_of(problem)}: {choice.unmet}")
-    return choice
+    return _choose_chunks(matmul, settings, known)
 
 
-def name_of(problem: Problem) -> str:
-    """Return a problem in words: operator, matmul, dtype, ranks and device."""
-    dtype = str(problem.dtype).removeprefix("torch.")
-    weight = f" and int8 weight per {problem.antiquant}" if problem.antiquant else ""
-    weight = " of int8 by int8" if problem.int8_input else weight
-    weight += " with communication in int8" if problem.comm_quant else ""
-    where = f"on {problem.ranks} {problem.device} ranks"
-    if problem.operator == EXPERT_EXCHANGE:
-        return f"{problem.operator} of {problem.m} experts a rank, rows of {problem.k} {dtype} {where}"
-    if problem.is_exchange:
-        sent = f"{problem.k} tokens of {problem.n} features"
-        heads = "heads of keys" if problem.operator == KEY_GATHER else "heads of keys a rank"
-        return f"{problem.operator} of {problem.m} {heads}, {sent} {dtype} {where}"
-    shape = [problem.m, problem.k, problem.n]
-    return f"{problem.operator} {shape} {dtype}{weight} {where}"
+def _cuts(settings: OperatorSettings, known: Known) -> bool:
+    return known.alone or settings.cuts
 
 
-def usual_chunks(settings: OperatorSettings) -> int:
+def _refused_fused(call: Call, settings: OperatorSettings, known: Known) -> dict[str, str | None]:
+    """Return why each fused kernel cannot run a call, or None if it can; empty if none was asked for."""
+    asked = settings.fused and settings.cuts and not known.alone
+    return {name: _refusal(name, call) for name in FUSED} if asked else {}
+
+
+def usual_chunks(settings: OperatorSettings, known: Known = NOTHING) -> int:
     """Return the number of chunks for shapes without a count of their own."""
-    if not settings.cuts:
+    if not _cuts(settings, known):
         return 1
-    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and settings.num_chunks == 1 else settings.num_chunks
+    number = known.number or settings.num_chunks
+    return CHUNKS_INSTEAD_OF_FUSED if settings.fused and number == 1 and not known.alone else number
 
 
 def too_narrow(communicated: int, other: int) -> bool:
@@ -141,47 +116,89 @@ def too_narrow(communicated: int, other: int) -> bool:
     return communicated <= NARROW and communicated * NARROW_SHARE < other
 
 
-def _choose(problem: Problem, settings: OperatorSettings) -> Choice:
-    exchange, arithmetic = problem.is_exchange, problem.arithmetic
-    tile = 0 if exchange else arithmetic.row_tile(problem.m)
-    if problem.ranks == 1 and (exchange or not arithmetic.forms_every_product):
-        options = _options("reference", problem, settings, tile)
-        return Choice(
-            problem, "reference", (problem.cut,), not tile, "one rank: nothing to communicate", "", False, options
-        )
-    refusals = {}
-    if settings.fused and settings.cuts:
-        refusals = {name: _refusal(name, problem) for name in FUSED}
+def _choose_groups(exchange: Exchange, settings: OperatorSettings, known: Known) -> Decision:
+    """Return in how many groups of parts an exchange runs: in any number each part gets the same rows, in one order."""
+    if exchange.ranks == 1:
+        return Decision(exchange, "reference", (exchange.parts,), True, (because("one_rank"),), step=1)
+    refusals = _refused_fused(exchange, settings, known)
+    request = _given_sizes(exchange, settings, known, known.plan) or _group_request(exchange, settings, known, refusals)
+    sizes = request.sizes
+    kernel = "chunked" if len(sizes) > 1 else "reference"
+    unmet = request.unmet_by(sizes, known)
+    return Decision(exchange, kernel, sizes, True, request.reasons, unmet, request.given, step=1)
+
+
+def _group_request(
+    exchange: Exchange, settings: OperatorSettings, known: Known, refusals: dict[str, str | None]
+) -> _Request:
+    request = _count(exchange, settings, known, refusals)
+    sizes = groups_of(exchange, request.chunks)
+    if len(sizes) < request.chunks:
+        few = because("few_parts", parts=exchange.parts, what=exchange.parts_in_words, groups=len(sizes))
+        return request.cut_to(sizes, few)
+    return request.cut_to(sizes)
+
+
+def groups_of(exchange: Exchange, count: int) -> Sizes:
+    """Return the parts of so many groups, or of fewer if there are too few parts."""
+    even = exchange.operator != EXPERT_EXCHANGE and usual_backend(exchange.device).launches
+    return even_rows(exchange.parts, count, 1) if even else split_rows(exchange.parts, count, 1)
+
+
+def _choose_chunks(matmul: Matmul, settings: OperatorSettings, known: Known) -> Decision:
+    arithmetic = matmul.arithmetic
+    tile = arithmetic.row_tile(matmul.m)
+    if matmul.ranks == 1 and not arithmetic.forms_every_product:
+        options = _options("reference", matmul, settings, tile)
+        return Decision(matmul, "reference", (matmul.cut,), not tile, (because("one_rank"),), options=options)
+    refusals = _refused_fused(matmul, settings, known)
     for name, refusal in refusals.items():
         if refusal is None:
-            sizes = shm.pieces(problem) if name == "shm" else (problem.cut,)
-            exact, options = _bit_exact(problem, name, len(sizes)), _options(name, problem, settings, tile)
-            return Choice(problem, name, sizes, exact, "USE_COC_FUSED_KERNEL=1", "", True, options)
-    step = 1 if exchange else tile or (ROW_TILE if problem.antiquant else settings.chunk_rows)
-    request = _given_sizes(problem, settings) or _count_request(problem, settings, refusals, step)
-    sizes, why = request.sizes, request.why
-    if problem.comm_quant:
-        sizes, why = (problem.cut,), f"{why}; 1, because communication in int8 is not cut"
-    elif tile and problem.antiquant:
-        sizes, why = (problem.cut,), f"{why}; 1, because {arithmetic.asked} and chunks of columns could change bits"
-    elif tile and request.given and (sizes := snap(request.sizes, tile)) != request.sizes:
-        why = f"{why}; cut at multiples of {tile} rows, because {arithmetic.asked}"
-    unmet = why if not request.met or (request.chunks > 1 and len(sizes) == 1) else ""
+            sizes = shm.pieces(matmul) if name == "shm" else (matmul.cut,)
+            exact, options = _bit_exact(matmul, name, len(sizes)), _options(name, matmul, settings, tile)
+            return Decision(matmul, name, sizes, exact, (because("fused"),), given=True, options=options)
+    step = tile or (ROW_TILE if matmul.antiquant else settings.chunk_rows)
+    plan = None if matmul.antiquant else known.plan
+    request = _given_sizes(matmul, settings, known, plan) or _count_request(matmul, settings, known, refusals, step)
+    if matmul.comm_quant:
+        request = request.cut_to((matmul.cut,), because("int8_sum"))
+    elif tile and matmul.antiquant:
+        request = request.cut_to((matmul.cut,), because("int8_columns", asked=arithmetic.asked))
+    elif tile and request.given and (snapped := snap(request.sizes, tile)) != request.sizes:
+        request = request.cut_to(snapped, because("tiles", tile=tile, asked=arithmetic.asked))
+    sizes, reasons, unmet = request.sizes, request.reasons, request.unmet_by(request.sizes, known)
     plain = "chunked" if len(sizes) > 1 else "reference"
-    if plain == "chunked" and not (request.given or tile) and _runs_in_one_gather(problem):
-        sizes = one_gather(problem.cut)
-        why = f"{why}; one gather, under the product of a rank's own rows: half of all"
+    if plain == "chunked" and not (request.given or tile) and _runs_in_one_gather(matmul):
+        sizes, reasons = one_gather(matmul.cut), (*reasons, because("own_rows"))
     if is_one_gather(sizes):
-        sizes = (problem.cut,)
-    refusal = _refusal(plain, problem)
+        sizes = (matmul.cut,)
+    refusal = _refusal(plain, matmul)
     if refusal is not None:
-        why = f"{why}; {arithmetic.asked}, and {plain}: {refusal}"
+        reasons = (*reasons, because("arithmetic", asked=arithmetic.asked, kernel=plain, refusal=refusal))
     kernel = plain if refusal is None else arithmetic.kernel
-    if kernel == "tree" and (refusal := _refusal(kernel, problem)) is not None:
-        raise DegreeError(f"{name_of(problem)}: {refusal}")
-    exact = _bit_exact(problem, kernel, len(sizes))
-    options = _options(kernel, problem, settings, tile)
-    return Choice(problem, kernel, sizes, exact, why, unmet, request.given, options, step)
+    if kernel == "tree" and (refusal := _refusal(kernel, matmul)) is not None:
+        raise DegreeError(f"{matmul.in_words}: {refusal}")
+    return Decision(
+        matmul,
+        kernel,
+        sizes,
+        _bit_exact(matmul, kernel, len(sizes)),
+        reasons,
+        unmet,
+        request.given,
+        _options(kernel, matmul, settings, tile),
+        step,
+        _aligned(matmul, kernel, settings),
+    )
+
+
+def _aligned(matmul: Matmul, kernel: str, settings: OperatorSettings) -> tuple[int, int] | None:
+    """Return the least and the most K of matmuls whose operands are padded; None: none are.
+
+    An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
+    """
+    aligns = settings.matmul_soc_friendly and matmul.device == "npu" and matmul.operator != ALL_GATHER
+    return (settings.k_min, settings.k_max) if aligns and kernel == "chunked" and not matmul.deterministic else None
 
 
 def own_rows_suffice(ranks: int, device: str) -> bool:
@@ -194,150 +211,165 @@ def own_rows_suffice(ranks: int, device: str) -> bool:
     return ranks == 2 and usual_backend(device).launches
 
 
-def _runs_in_one_gather(problem: Problem) -> bool:
-    return problem.operator == ALL_GATHER and own_rows_suffice(problem.ranks, problem.device)
+def _runs_in_one_gather(matmul: Matmul) -> bool:
+    return matmul.operator == ALL_GATHER and own_rows_suffice(matmul.ranks, matmul.device)
 
 
-def _refusal(name: str, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem`, or None if it can.
+def _refusal(name: str, call: Call) -> str | None:
+    """Return why a kernel cannot run `call`, or None if it can.
 
     "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
     """
-    if problem.is_exchange:
-        return None if name in ("chunked", "reference") else f"it runs no {PART_NAMES[problem.operator][0]}"
-    if problem.comm_quant and name != "npu":
+    if isinstance(call, Exchange):
+        return None if name in ("chunked", "reference") else f"it runs no {call.worker}"
+    if call.comm_quant and name != "npu":
         return None if name == "reference" else "it has no communication in int8"
-    refusal: str | None = KERNELS[name].supports(problem)
+    refusal: str | None = KERNELS[name].supports(call)
     return refusal
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The requested number of chunks, their sizes, the reason, and whether they meet the settings.
+    """The requested number of chunks, their sizes, the reasons, and whether they meet the settings.
 
     given: whether the sizes themselves were requested.
     """
 
     chunks: int
     sizes: Sizes
-    why: str
+    reasons: tuple[Reason, ...]
     met: bool = True
     given: bool = False
 
+    def cut_to(self, sizes: Sizes, *reasons: Reason) -> _Request:
+        """Return the request with other sizes, and further reasons."""
+        return replace(self, sizes=sizes, reasons=(*self.reasons, *reasons))
 
-def _given_sizes(problem: Problem, settings: OperatorSettings) -> _Request | None:
-    """Return the sizes for this problem from customized_coc or the plan, or None."""
-    shape = (problem.m, problem.k, problem.n)
-    own = settings.customized_coc.get(shape)
-    if not settings.cuts or isinstance(own, int):
+    def unmet_by(self, sizes: Sizes, known: Known) -> str:
+        """Return why sizes are not what the user asked for; empty if they are, or if somebody else asked."""
+        unmet = not self.met or (self.chunks > 1 and len(sizes) == 1)
+        others = known.because is not None and (known.plan is not None or known.number > 0)
+        return "; ".join(reason.text for reason in self.reasons) if unmet and not others else ""
+
+
+def _given_sizes(call: Call, settings: OperatorSettings, known: Known, plan: SizesOf | None) -> _Request | None:
+    """Return the sizes for this call from customized_coc or the plan, or None."""
+    own = _own_cut(call, settings, known)
+    if not _cuts(settings, known) or isinstance(own, int):
         return None
     if own is not None:
-        if sum(own) != problem.cut:
+        if sum(own) != call.cut:
             raise ValueError(
-                f"customized_coc for {list(shape)} has chunks of {sum(own)} rows together, and {name_of(problem)} "
-                f"cuts {problem.cut}"
+                f"customized_coc for {list(call.shape)} has chunks of {sum(own)} rows together, and {call.in_words} "
+                f"cuts {call.cut}"
             )
-        return _Request(len(own), own, f"customized_coc: {list(own)} rows for {list(shape)}", given=True)
-    planned = settings.plan.find(problem) if settings.plan and not problem.antiquant else None
-    return None if planned is None else _Request(len(planned[0]), *planned, given=True)
+        why = because("sizes_of_shape", sizes=list(own), shape=list(call.shape))
+        return _Request(len(own), own, (*_why(known), why), given=True)
+    if plan is None or (planned := plan.find(call)) is None:
+        return None
+    sizes, why = planned
+    return _Request(len(sizes), sizes, (*_why(known), why), given=True)
+
+
+def _why(known: Known) -> tuple[Reason, ...]:
+    return () if known.because is None else (known.because,)
 
 
 def _count_request(
-    problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None], tile: int
+    matmul: Matmul, settings: OperatorSettings, known: Known, refusals: dict[str, str | None], tile: int
 ) -> _Request:
-    """Return the sizes for the number of chunks in the settings, or for fewer if there are too few rows."""
-    chunks, why, met = _count(problem, settings, refusals)
-    if chunks > 1 and _is_narrow(problem) and not _names(problem, settings):
-        communicated = problem.k if problem.operator == ALL_GATHER else problem.n
-        why += f"; 1, because a collective of {communicated} features is too narrow to gain (customized_coc cuts it)"
-        return _Request(1, (problem.cut,), why, met)
-    full = chunks if _names(problem, settings) else most_that_fill(problem, chunks, tile)
-    sizes = cut_into(problem, full, tile)
+    """Return the sizes for the number of chunks that is asked for, or for fewer if there are too few rows."""
+    request = _count(matmul, settings, known, refusals)
+    chunks, named = request.chunks, isinstance(_own_cut(matmul, settings, known), int)
+    if chunks > 1 and _is_narrow(matmul) and not named:
+        communicated = matmul.k if matmul.operator == ALL_GATHER else matmul.n
+        return replace(request, chunks=1).cut_to((matmul.cut,), because("narrow", features=communicated))
+    full = chunks if named else most_that_fill(matmul, chunks, tile)
+    sizes = cut_into(matmul, full, tile)
     if full < chunks:
-        why += f"; {full}, because the matmuls of smaller chunks do not fill the device (customized_coc cuts them)"
-    elif len(sizes) < chunks:
-        unit = "columns" if problem.antiquant else "rows"
-        because = f", because {problem.arithmetic.asked}" if problem.deterministic else ""
-        if problem.is_exchange:
-            parts = "heads of keys" if problem.operator == KEY_GATHER else f"{PART_NAMES[problem.operator][1]}s a rank"
-            why += f"; {problem.cut} {parts} allow {len(sizes)} groups"
-        else:
-            why += f"; {problem.cut} {unit} allow {len(sizes)} (multiples of {tile} {unit}{because})"
-    return _Request(chunks, sizes, why, met)
+        return request.cut_to(sizes, because("unfilled", chunks=full))
+    if len(sizes) < chunks:
+        unit = "columns" if matmul.antiquant else "rows"
+        asked = f", because {matmul.arithmetic.asked}" if matmul.deterministic else ""
+        few = because("few_rows", cut=matmul.cut, unit=unit, chunks=len(sizes), tile=tile, asked=asked)
+        return request.cut_to(sizes, few)
+    return request.cut_to(sizes)
 
 
-def _is_narrow(problem: Problem) -> bool:
-    if problem.is_exchange:
-        return False
-    features = (problem.k, problem.n) if problem.operator == ALL_GATHER else (problem.n, problem.k)
+def _is_narrow(matmul: Matmul) -> bool:
+    features = (matmul.k, matmul.n) if matmul.operator == ALL_GATHER else (matmul.n, matmul.k)
     return too_narrow(*features)
 
 
-def _names(problem: Problem, settings: OperatorSettings) -> bool:
-    """Tell whether customized_coc gives this problem a number of chunks."""
-    return isinstance(settings.customized_coc.get((problem.m, problem.k, problem.n)), int)
+def _own_cut(call: Call, settings: OperatorSettings, known: Known) -> Cut | None:
+    """Return the number of chunks, or their sizes, that customized_coc gives this call, or None."""
+    own = None if known.alone else settings.customized_coc.get(call.shape)
+    return own if own is None or isinstance(own, int) or not known.equal else len(own)
 
 
-def cut_into(problem: Problem, chunks: int, tile: int) -> Sizes:
-    """Return the sizes of so many chunks of a problem, or of fewer if there are too few rows."""
-    even = problem.operator != EXPERT_EXCHANGE and not problem.antiquant and usual_backend(problem.device).launches
-    return even_rows(problem.cut, chunks, tile) if even else split_rows(problem.cut, chunks, tile)
+def cut_into(matmul: Matmul, chunks: int, tile: int) -> Sizes:
+    """Return the sizes of so many chunks of a matmul, or of fewer if there are too few rows."""
+    even = not matmul.antiquant and usual_backend(matmul.device).launches
+    return even_rows(matmul.cut, chunks, tile) if even else split_rows(matmul.cut, chunks, tile)
 
 
-def row_step(problem: Problem) -> int:
+def row_step(matmul: Matmul) -> int:
     """Return the rows of which cuts that nobody gave are multiples, where there are enough rows."""
-    return DEVICE_TILE if usual_backend(problem.device).launches else ROW_TILE
+    return DEVICE_TILE if usual_backend(matmul.device).launches else ROW_TILE
 
 
-def most_that_fill(problem: Problem, chunks: int, tile: int) -> int:
+def most_that_fill(matmul: Matmul, chunks: int, tile: int) -> int:
     """Return the largest number of chunks, at most `chunks`, whose matmuls leave no unit of the device without work."""
-    return next((count for count in range(chunks, 1, -1) if fills(problem, cut_into(problem, count, tile))), 1)
+    return next((count for count in range(chunks, 1, -1) if fills(matmul, cut_into(matmul, count, tile))), 1)
 
 
-def cuts_to_time(problem: Problem, counts: Sequence[int]) -> list[Sizes]:
-    """Return cuts that are worth a measurement, for these numbers of chunks: the usual ones of the problem's device.
+def cuts_to_time(matmul: Matmul, counts: Sequence[int]) -> list[Sizes]:
+    """Return cuts that are worth a measurement, for these numbers of chunks: the usual ones of the matmul's device.
 
     On a device also those with a short first gather or a short last reduction, and a gather that is not cut.
     """
-    usual = [cut_into(problem, count, ROW_TILE) for count in counts]
-    if not usual_backend(problem.device).launches:
+    usual = [cut_into(matmul, count, ROW_TILE) for count in counts]
+    if not usual_backend(matmul.device).launches:
         return usual
-    gathers = problem.operator == ALL_GATHER
-    usual += [uneven_rows(problem.cut, count, short_first=gathers) for count in counts]
-    return [*([one_gather(problem.cut)] if gathers else []), *(sizes for sizes in usual if fills(problem, sizes))]
+    gathers = matmul.operator == ALL_GATHER
+    usual += [uneven_rows(matmul.cut, count, short_first=gathers) for count in counts]
+    return [*([one_gather(matmul.cut)] if gathers else []), *(sizes for sizes in usual if fills(matmul, sizes))]
 
 
-def _count(problem: Problem, settings: OperatorSettings, refusals: dict[str, str | None]) -> tuple[int, str, bool]:
-    if not settings.cuts:
-        return 1, f"COC_MODE={settings.mode}: no chunks", True
-    own = settings.customized_coc.get((problem.m, problem.k, problem.n))
-    met = not refusals
+def _count(call: Call, settings: OperatorSettings, known: Known, refusals: dict[str, str | None]) -> _Request:
+    """Return the number of chunks that is asked for, without sizes."""
+
+    def asked(chunks: int, code: str, *, met: bool = True, **facts: object) -> _Request:
+        return _Request(chunks, (), (*_why(known), because(code, chunks=chunks, **facts)), met)
+
+    if not _cuts(settings, known):
+        return asked(1, "mode", mode=settings.mode)
+    own = _own_cut(call, settings, known)
     if isinstance(own, int):
-        return own, f"customized_coc: {own} chunks for [{problem.m}, {problem.k}, {problem.n}]", met
-    chunks = usual_chunks(settings)
+        return asked(own, "count_of_shape", met=not refusals, shape=list(call.shape))
+    chunks = usual_chunks(settings, known)
     if refusals:
         refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-        return chunks, f"USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead", met
-    if settings.plan is not None:
-        why = f"the plan (COC_PLAN, or measured so far) has no entry for this call: COC_PARALLEL_NUM={chunks}"
-        return chunks, why, False
-    if settings.auto or settings.tune:
-        return chunks, "one chunk, until a layer's first call is measured (COC_TUNE, COC_PARALLEL_NUM=auto)", True
-    return chunks, f"COC_PARALLEL_NUM={chunks}", True
+        return asked(chunks, "not_fused", met=False, refused=refused)
+    if known.plan is not None:
+        return asked(chunks, "unplanned", met=False)
+    if known.number:
+        return asked(chunks, "count", pieces="groups" if isinstance(call, Exchange) else "chunks")
+    return asked(chunks, "unmeasured" if (settings.auto or settings.tune) and known.because is None else "number")
 
 
-def _options(name: str, problem: Problem, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
+def _options(name: str, matmul: Matmul, settings: OperatorSettings, tile: int) -> tuple[tuple[str, object], ...]:
     """Return a kernel's keyword arguments; `tile` is the row tile of the deterministic mode, or 0."""
     if name == "npu":
-        mode = npu_limits.engine(problem)
+        mode = npu_limits.engine(matmul)
         return () if mode is None else (("comm_mode", mode),)
     tiled: tuple[tuple[str, object], ...] = (("row_tile", tile),) if tile else ()
     if name == "tree":
-        return (*tiled, ("features", tree.features_of(problem)))
+        return (*tiled, ("features", tree.features_of(matmul)))
     return (("time_limit", float(settings.time_limit)), *tiled) if name == "shm" else tiled
 
 
-def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
+def _bit_exact(matmul: Matmul, kernel: str, chunks: int) -> bool | None:
     """Return whether the bits are those of the plain layer; None if the machines have to be probed.
 
     Sums of two ranks have only one order. With more ranks, the order of an all-reduce depends on the position in the
@@ -345,40 +377,38 @@ def _bit_exact(problem: Problem, kernel: str, chunks: int) -> bool | None:
     with bits of their own: tiles of the deterministic mode, fused operators of torch_npu, operands padded on NPUs,
     chunks of an int8 weight's columns. Communication in int8 rounds the sums.
     """
-    if problem.is_exchange:  # each part gets the same rows in the same order, in any number of groups
-        return True
-    if problem.deterministic or problem.comm_quant or kernel == "npu":
+    if matmul.deterministic or matmul.comm_quant or kernel == "npu":
         return False
-    same_sums = problem.ranks <= 2 or problem.operator == ALL_GATHER
+    same_sums = matmul.ranks <= 2 or matmul.operator == ALL_GATHER
     if kernel == "reference":
-        return same_sums or problem.operator == ALL_REDUCE or usual_backend(problem.device).own_scatter
-    if not same_sums or problem.antiquant or problem.device == "npu":
+        return same_sums or matmul.operator == ALL_REDUCE or usual_backend(matmul.device).own_scatter
+    if not same_sums or matmul.antiquant or matmul.device == "npu":
         return False
-    gathers = problem.operator == ALL_GATHER
-    whole = kernel == "shm" and (shm.gathers_before_matmul(problem.rows) if gathers else chunks == 1)
+    gathers = matmul.operator == ALL_GATHER
+    whole = kernel == "shm" and (shm.gathers_before_matmul(matmul.rows) if gathers else chunks == 1)
     return True if whole else None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A choice, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people.
+    """A decision, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people.
 
     region: how the matmul runs inside a region, if the settings ask for regions.
     """
 
-    choice: Choice
+    decision: Decision
     kernels: dict[str, str]
     strict: bool
     region: str = ""
 
     def __str__(self) -> str:
-        """Return the choice and the reasons in a few lines."""
-        choice = self.choice
+        """Return the decision and the reasons in a few lines."""
+        decision = self.decision
         lines = [
-            f"{name_of(choice.problem)}: {choice.kernel}, chunks: {len(choice.sizes)}",
-            f"  because {choice.reason}",
+            f"{decision.call.in_words}: {decision.kernel}, chunks: {len(decision.sizes)}",
+            f"  because {decision.reason}",
         ]
-        if choice.unmet and self.strict:
+        if decision.unmet and self.strict:
             lines.append("  COC_STRICT=1 makes this an error")
         lines += [f"  {name:<10}{why}" for name, why in self.kernels.items()]
         if self.region:
@@ -386,22 +416,22 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, settings: OperatorSettings) -> Explanation:
-    """Return the choice for `problem` and the reason for or against each kernel; run nothing, ignore strictness."""
-    choice = choose(problem, replace(settings, strict=False))
-    kernels = {name: _reason(name, choice, settings) for name in KERNELS}
-    return Explanation(choice, kernels, settings.strict)
+def explain(call: Call, settings: OperatorSettings, known: Known | None = None) -> Explanation:
+    """Return the decision on `call` and the reason for or against each kernel; run nothing, ignore strictness."""
+    decision = would_choose(call, settings, known)
+    asks_fused = settings.fused and settings.cuts and not (known and known.alone)
+    kernels = {name: _reason(name, decision, asks_fused) for name in KERNELS}
+    return Explanation(decision, kernels, settings.strict)
 
 
-def _reason(name: str, choice: Choice, settings: OperatorSettings) -> str:
-    if name == choice.kernel:
+def _reason(name: str, decision: Decision, asks_fused: bool) -> str:
+    if name == decision.kernel:
         return "taken"
-    refusal = _refusal(name, choice.problem)
+    refusal = _refusal(name, decision.call)
     if refusal is not None:
         return f"cannot: {refusal}"
     if name in FUSED:
-        requested = settings.fused and settings.cuts
-        return "can, but another fused kernel was tried first" if requested else "can, with USE_COC_FUSED_KERNEL=1"
+        return "can, but another fused kernel was tried first" if asks_fused else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"
     if name == "tree":

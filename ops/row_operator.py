@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ascend_parallel.ops.lazy_rows import LazyRows
-from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.row_views import pieces_of
 from ascend_parallel.ops.rows import Sizes, stops_of
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 
 aten = torch.ops.aten
 

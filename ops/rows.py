@@ -22,6 +22,9 @@ STEEPEST = 2
 # On a device every cut is at a multiple of this many rows, if each chunk then has as many: a routine computes tiles of
 # 64 to 256 rows, and multiples of the largest leave none half empty.
 DEVICE_TILE = 256
+# Where ranks share few rows: the largest of these at which each chunk has one. Of 512 rows in 4 chunks each has 128; in
+# 80, 176, 176 and 80 rows, a multiple of 16 alone, a third of the tiles of 128 would be empty.
+DEVICE_TILES = (DEVICE_TILE, 128, 64)
 
 Sizes = tuple[int, ...]
 
@@ -50,15 +53,15 @@ def split_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
 
 @lru_cache(maxsize=4096)
 def even_rows(rows: int, num_chunks: int, tile: int = ROW_TILE) -> Sizes:
-    """Cut `rows` rows into at most `num_chunks` equal chunks, at multiples of `DEVICE_TILE` and of `tile` rows.
+    """Cut `rows` rows into at most `num_chunks` equal chunks, at multiples of one of `DEVICE_TILES` and of `tile` rows.
 
     For a device: small matmuls leave multiprocessors idle, and change their bits more often. Too few rows are cut as by
     `split_rows`.
     """
-    step = lcm(DEVICE_TILE, tile)
-    tiles = rows // step
-    if tiles < num_chunks:
+    step = _device_step(rows, num_chunks, tile)
+    if not step:
         return split_rows(rows, num_chunks, tile)
+    tiles = rows // step
     cuts = [step * (tiles * index // num_chunks) for index in range(num_chunks)]
     return tuple(stop - start for start, stop in pairwise([*cuts, rows]))
 
@@ -69,12 +72,17 @@ def uneven_rows(rows: int, num_chunks: int, tile: int = ROW_TILE, *, short_first
 
     What a pass cannot hide is the gather before its first matmul, or the reduction after its last: that chunk is short.
     """
-    step = lcm(DEVICE_TILE, tile)
-    if rows // step < num_chunks:
+    step = _device_step(rows, num_chunks, tile)
+    if not step:
         return split_rows(rows, num_chunks, tile)
     weights = [2] * num_chunks
     weights[0 if short_first else -1] = 1
     return _by_weight(rows, weights, step)
+
+
+def _device_step(rows: int, num_chunks: int, tile: int) -> int:
+    """Return the largest step of `DEVICE_TILES`, a multiple of `tile` too, of which each chunk has one; 0: none."""
+    return next((step for step in (lcm(size, tile) for size in DEVICE_TILES) if rows // step >= num_chunks), 0)
 
 
 def one_gather(rows: int) -> Sizes:

@@ -9,8 +9,9 @@ from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, Protocol
 
-from ascend_parallel.ops.arithmetic import TP, Arithmetic, arithmetic_of
-from ascend_parallel.ops.problem import FUSED_RANKS
+from ascend_parallel.ops.arithmetic import ROWS_TOO, TP, Arithmetic, arithmetic_of
+from ascend_parallel.ops.call import FUSED_RANKS
+from ascend_parallel.ops.decision import SizesOf
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
 
@@ -20,15 +21,12 @@ Bounds = tuple[float, float, str]
 """The smallest and the largest allowed value of a whole number, and what to give."""
 
 
-class ChunkPlan(Protocol):
-    """Measured chunk sizes; hashable. `ascend_parallel.tuning.measured.chunk_plan.Plan` implements it."""
+class ChunkPlan(SizesOf, Protocol):
+    """Measured chunk sizes; `ascend_parallel.tuning.measured.chunk_plan.Plan` implements it."""
 
     @property
     def digest(self) -> str:
         """A short text, equal for equal plans."""
-
-    def find(self, problem: Any) -> tuple[tuple[int, ...], str] | None:
-        """Return the rows of each chunk for a problem, and the reason; or None."""
 
     def of(self, run: str) -> ChunkPlan:
         """Return the plan for "forward" or "backward"."""
@@ -63,7 +61,8 @@ class OperatorSettings:
     deterministic
         True: multiply in tiles of rows, and sum over ranks in rank order and in fp32. The bits then depend neither on
         the run, nor on the number of chunks (1 included), nor on the kernel. "tp": multiply in blocks, and sum in one
-        tree; the bits do not depend on the tensor-parallel degree either. COC_DETERMINISTIC.
+        tree; the bits do not depend on the tensor-parallel degree either. "invariant": the same, and a row's bits do
+        not depend on the rows beside it. COC_DETERMINISTIC.
     strict
         Raise an error instead of a warning if a call cannot meet a request (a fused operator, chunks). COC_STRICT.
     time_limit
@@ -113,8 +112,8 @@ class OperatorSettings:
             elif name in self.NUMBERS:
                 least, most, what = self.NUMBERS[name]
                 require(name, value, type(value) is int and least <= value <= most, what)
-        orders = isinstance(self.deterministic, bool) or self.deterministic == TP
-        require("deterministic", self.deterministic, orders, 'true, false or "tp"')
+        orders = isinstance(self.deterministic, bool) or self.deterministic in (TP, ROWS_TOO)
+        require("deterministic", self.deterministic, orders, 'true, false, "tp" or "invariant"')
         allowed = self.comm_mode is None or self.comm_mode in COMM_MODES
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
         allowed = type(self.fused_ranks) is int and self.fused_ranks in FUSED_RANKS

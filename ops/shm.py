@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.arithmetic import DEPENDS_ON_DEGREE
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.pending import CollectiveError, Pending, first_line
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.ops.rows import ROW_TILE, Sizes
 from ascend_parallel.ops.shm_extension import extension
 from ascend_parallel.process_groups import describe
@@ -44,21 +44,21 @@ TIME_LIMIT = 300.0
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None; `problem.shm` is the result of `reach`."""
-    if problem.device != "cpu":
-        return f"device {problem.device}, not cpu"
-    if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype}, not one of {', '.join(map(str, DTYPES))}"
-    if problem.antiquant:
+def supports(matmul: Matmul) -> str | None:
+    """Return the reason why the kernel cannot run `matmul`, or None; `matmul.shm` is the result of `reach`."""
+    if matmul.device != "cpu":
+        return f"device {matmul.device}, not cpu"
+    if matmul.dtype not in DTYPES:
+        return f"dtype {matmul.dtype}, not one of {', '.join(map(str, DTYPES))}"
+    if matmul.antiquant:
         return "it takes no int8 weight"
-    return problem.arithmetic.forbids(DEPENDS_ON_DEGREE) or _wrong_count(problem.ranks) or problem.shm
+    return matmul.arithmetic.forbids(DEPENDS_ON_DEGREE) or _wrong_count(matmul.ranks) or matmul.shm
 
 
-def ask(problem: Problem, group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> Problem:
-    """Return `problem` with `shm` set by `reach`; unchanged if another limit excludes the kernel."""
-    sharing = replace(problem, shm=None)
-    return replace(problem, shm=reach(group, time_limit)) if supports(sharing) is None else problem
+def ask(matmul: Matmul, group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> Matmul:
+    """Return `matmul` with `shm` set by `reach`; unchanged if another limit excludes the kernel."""
+    sharing = replace(matmul, shm=None)
+    return replace(matmul, shm=reach(group, time_limit)) if supports(sharing) is None else matmul
 
 
 def reach(group: dist.ProcessGroup, time_limit: float = TIME_LIMIT) -> str | None:
@@ -79,14 +79,14 @@ def _wrong_count(ranks: int) -> str | None:
     return None if 2 <= ranks <= MAX_RANKS else f"{ranks} ranks, not 2 to {MAX_RANKS}"
 
 
-def pieces(problem: Problem) -> Sizes:
+def pieces(matmul: Matmul) -> Sizes:
     """Return the rows of each piece that passes through a stage: about `PIECE_BYTES`, cut at multiples of a tile."""
-    tile = problem.arithmetic.row_tile(problem.m) or ROW_TILE
-    row_bytes = max(1, (problem.k if problem.operator == ALL_GATHER else problem.n) * problem.dtype.itemsize)
+    tile = matmul.arithmetic.row_tile(matmul.m) or ROW_TILE
+    row_bytes = max(1, (matmul.k if matmul.operator == ALL_GATHER else matmul.n) * matmul.dtype.itemsize)
     most = max(PIECE_BYTES // row_bytes, PIECE_ROWS, tile) // tile * tile
-    count = max(1, -(-problem.rows // most))
-    cuts = [problem.rows // tile * index // count * tile for index in range(count)]
-    return tuple(stop - start for start, stop in pairwise([*cuts, problem.rows]))
+    count = max(1, -(-matmul.rows // most))
+    cuts = [matmul.rows // tile * index // count * tile for index in range(count)]
+    return tuple(stop - start for start, stop in pairwise([*cuts, matmul.rows]))
 
 
 def gathers_before_matmul(rows: int) -> bool:
@@ -188,7 +188,7 @@ def _open(group: dist.ProcessGroup, half_bytes: int, time_limit: float) -> Any:
     name, communicator, first = "", None, group.rank() == 0
 
     def reports(mine: str) -> list[str]:
-        """Return what each rank has to say; no rank goes on before all have come."""
+        """Return the text of each rank; no rank goes on before all have come."""
         by_rank = store_all_gather(
             group,
             "the opening of shared memory",

@@ -18,7 +18,7 @@ on A3 under "ai_cpu" and 8 elsewhere, [vllm] saw 16 fail. So 8 ranks are the def
 
 from __future__ import annotations
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 # Full names, no prefixes: plain "Ascend910B" is a chip of the first generation, which has none of the operators.
 _NAMES = {

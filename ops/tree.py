@@ -1,4 +1,4 @@
-"""The three operators with the same bits at every tensor-parallel degree, 1 included: COC_DETERMINISTIC=tp.
+"""The three operators with the same bits at every tensor-parallel degree, for COC_DETERMINISTIC=tp and invariant.
 
 Weights are multiplied in blocks (ops/blocks.py), whose number does not depend on the ranks, in tiles of rows. Sums run
 in one binary tree: each rank adds the blocks that it holds, the ranks add their sums. For the upper levels every rank
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops import chunked
-from ascend_parallel.ops.arithmetic import EVERY_DEGREE
 from ascend_parallel.ops.blocks import (
     BLOCKS,
     BlockedFeatures,
@@ -28,6 +27,7 @@ from ascend_parallel.ops.blocks import (
     product_of_columns,
     summed_dtype,
 )
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, Matmul
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import (
     IN_TREE,
@@ -38,26 +38,26 @@ from ascend_parallel.ops.collectives import (
     sum_in_tree,
 )
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.elementwise import ELEMENTWISE
 from ascend_parallel.ops.multiply import ALONE, multiply
 from ascend_parallel.ops.pending import FinishingWork, Pending, limited
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 from ascend_parallel.ops.rows import Sizes
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why the kernel cannot run `problem`, or None if it can."""
-    if problem.antiquant or problem.int8_input:
+def supports(matmul: Matmul) -> str | None:
+    """Return the reason why the kernel cannot run `matmul`, or None if it can."""
+    if matmul.antiquant or matmul.int8_input:
         return "int8 weights have no products in blocks"
-    if problem.operator != ALL_REDUCE and problem.m % BLOCKS:
-        return f"{problem.m} rows, which ranks share, are not a multiple of {BLOCKS}"
-    return features_of(problem).refusal
+    if matmul.operator != ALL_REDUCE and matmul.m % BLOCKS:
+        return f"{matmul.m} rows, which ranks share, are not a multiple of {BLOCKS}"
+    return features_of(matmul).refusal
 
 
-def features_of(problem: Problem) -> BlockedFeatures:
+def features_of(matmul: Matmul) -> BlockedFeatures:
     """Return the blocks of the features that ranks share: of N for a gather, else of K."""
-    features = problem.n if problem.operator == ALL_GATHER else problem.k
-    return BlockedFeatures(problem.parts or (features,), problem.ranks)
+    features = matmul.n if matmul.operator == ALL_GATHER else matmul.k
+    return BlockedFeatures(matmul.parts or (features,), matmul.ranks, matmul.arithmetic.fixed_tiles)
 
 
 def matmul_all_reduce(
@@ -74,7 +74,7 @@ def matmul_all_reduce(
     Chunk i's slices are exchanged under chunk i + 1's matmul, and gathered under the one after it. All ranks wait for
     the result at the same place of the program: the last gather starts there.
     """
-    EVERY_DEGREE.put_in_force()
+    ELEMENTWISE.follow(True)
     ranks, n = group.size(), w.shape[1]
     y_m = x_m.new_empty(x_m.shape[0], n)
     pending = Pending(y_m, ALL_REDUCE, group, len(sizes))
@@ -130,7 +130,7 @@ def matmul_reduce_scatter(
     """Start ``y_shard_m = reduce_scatter(x_m @ w)``, as `chunked` does: x_m [M, K], w [K, N]; pending [M / R, N]."""
     if group.size() == 1 or not x_m.shape[0]:
         return matmul_all_reduce(x_m, w, group, sizes, row_tile=row_tile, features=features)
-    EVERY_DEGREE.put_in_force()
+    ELEMENTWISE.follow(True)
     blocks = compute(BESIDE, "blocks", SummedBlocks, w, features)
     return chunked.matmul_reduce_scatter(x_m, blocks, group, sizes, after, order=IN_TREE, row_tile=row_tile)
 
@@ -146,7 +146,7 @@ def all_gather_matmul(
     features: BlockedFeatures,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``x_m @ w`` [M, N] and ``x_m = all_gather(x_shard_m)`` [M, K], as `chunked` does: x_shard_m [M / R, K]."""
-    EVERY_DEGREE.put_in_force()
+    ELEMENTWISE.follow(True)
     if group.size() == 1 or not x_shard_m.shape[0]:
         return product_of_columns(x_shard_m.contiguous(), w, row_tile=row_tile, features=features), x_shard_m
     blocks = compute(BESIDE, "blocks", ColumnBlocks, w, features)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.call import ALL_REDUCE, Matmul
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
@@ -38,9 +39,7 @@ from ascend_parallel.ops.probing import (
     Pieces,
     first_with_same_bits,
     log_time,
-    without_grad_and_modes,
 )
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem, matmul_in_words
 from ascend_parallel.ops.record import compute_rows
 from ascend_parallel.ops.row_operator import (
     CASTS,
@@ -60,23 +59,14 @@ from ascend_parallel.ops.row_operator import (
     results_of,
 )
 from ascend_parallel.ops.row_views import rows_of_view
+from ascend_parallel.ops.row_wise import OPERATORS, RowWiseOperator
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.process_groups.backend import usual_backend
 
 aten = torch.ops.aten
 
 
-def _those_of(*names: str) -> tuple[Any, ...]:
-    """Return the operators of these names that this torch has: RMSNorm's fused ones are younger than torch 2.8."""
-    return tuple(getattr(aten, name).default for name in names if hasattr(aten, name))
-
-
-# Operators that work on each row alone, whose first argument has the rows, besides elementwise operators. The second
-# argument says which trailing dimensions a row has: a shape, or dimensions.
-ALONG_SHAPE = _those_of("native_layer_norm", "_fused_rms_norm")
-ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList)
-# The gradients of norms: that of the input works on each row, those of weight and bias are sums over all rows.
-NORM_BACKWARDS = _those_of("native_layer_norm_backward", "_fused_rms_norm_backward")
 # ``mm(x, w)`` and ``addmm(bias, x, w)``: the place of the rows.
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 # They read the shape, dtype and device of their argument alone.
@@ -92,6 +82,8 @@ FACTORIES = (
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 # With one of them autograd stores a gradient.
 STORES = (aten.detach.default, aten.clone.default)
+# The operators that work on each row alone, besides elementwise ones and matmuls.
+_LINES = {line.name: line for line in OPERATORS}
 _ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # A postponed gradient keeps its operands.
@@ -464,7 +456,7 @@ def _read_by(func: Any, value: Any, given: dict[int, UnfinishedTensor]) -> Any:
 
 @lru_cache(maxsize=512)
 def _by_rows(func: Any) -> Callable[..., Any] | None:
-    """Return what runs a function of unfinished rows without waiting for all of them; None: nothing does.
+    """Return the method that runs a function of unfinished rows without waiting for all of them; None: there is none.
 
     It takes the function, its arguments and keyword arguments, and may return NotImplemented.
     """
@@ -480,11 +472,10 @@ def _by_rows(func: Any) -> Callable[..., Any] | None:
         return _cast
     if torch.Tag.pointwise in func.tags and not _draws(func):
         return _changed if func._schema.is_mutable else _rowwise
-    if func in ALONG_SHAPE:
-        return _along_shape
-    if func in ALONG_DIMS:
-        return _along_dims
-    return _norm_backward if func in NORM_BACKWARDS else None
+    line = _LINES.get(func._schema.name)
+    if line is None or func._schema.is_mutable:
+        return None
+    return partial(_with_sums if line.summed else _along_rows, line)
 
 
 @lru_cache(maxsize=512)
@@ -592,55 +583,59 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     return _rowwise(func, args, kwargs)
 
 
-def _along_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on the last dimensions of unfinished rows, whose shape is its second argument."""
-    return _rowwise(func, args, kwargs, len(args[1]))
-
-
-def _along_dims(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator along dimensions, its second argument: by rows, or once all are there."""
-    if len(args) < 2 or not args[1]:
+def _along_rows(line: RowWiseOperator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator of the table by rows; in backward one that is along other dimensions runs once all are there."""
+    if line.dim is None:
+        return _rowwise(func, args, kwargs, line.trailing(args))
+    x, arguments = args[0], func._schema.arguments[: line.dim + 1]
+    dims = args[line.dim] if line.dim < len(args) else arguments[-1].default_value
+    if not isinstance(dims, int) and not dims:
         return NotImplemented
-    x = args[0]
-    dims = [dim % x.dim() - x.dim() for dim in args[1]]  # a chunk has fewer leading dimensions
-    made = _rowwise(func, (x, dims, *args[2:]), kwargs, -min(dims))
+    ends = [
+        dim % x.dim() - x.dim() for dim in ([dims] if isinstance(dims, int) else dims)
+    ]  # a chunk has fewer leading dimensions
+    given = ends[0] if isinstance(dims, int) else ends
+    made = _rowwise(func, (*args[: line.dim], given, *args[line.dim + 1 :]), kwargs, -min(ends))
     return _once_all(func, args, kwargs) if made is NotImplemented and in_backward() else made
 
 
 @dataclass(frozen=True)
-class _NormGradients:
-    """The backward of a norm that returns some of its gradients: it is called as the operator is, without the mask."""
+class _SomeResults:
+    """An operator that returns some of its results; `masked`: it is called without the mask that says which."""
 
     func: Any
-    mask: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    masked: bool
 
     @property
     def _schema(self) -> Any:
         return self.func._schema
 
     def __call__(self, *args: Any) -> list[torch.Tensor]:
-        """Return the gradients of the mask."""
-        results = self.func(*args, list(self.mask))
-        return [result for result, wanted in zip(results, self.mask, strict=True) if wanted]
+        """Return the wanted results."""
+        results = self.func(*args, list(self.wanted)) if self.masked else self.func(*args)
+        return [result for result, wanted in zip(results, self.wanted, strict=True) if wanted]
 
 
-def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+def _with_sums(line: RowWiseOperator, func: Any, args: Any, kwargs: Any) -> Any:
     """Return the gradients of a norm: the input's by rows, the others once all rows are there."""
     if kwargs or not isinstance(args[0], UnfinishedTensor):
         return NotImplemented
-    *operands, mask = args
+    *operands, mask = args if line.masked else (*args, [True] * len(func._schema.returns))
+    of_rows = tuple(wanted and place not in line.summed for place, wanted in enumerate(mask))
+    of_all = tuple(wanted and place in line.summed for place, wanted in enumerate(mask))
     made: list[Any] = []
-    if mask[0]:
-        by_rows = _rowwise(_NormGradients(func, (True, *(False for _ in mask[1:]))), operands, {}, len(args[2]))
+    if any(of_rows):
+        by_rows = _rowwise(_SomeResults(func, of_rows, line.masked), operands, {}, line.trailing(args))
         if by_rows is NotImplemented:
             return NotImplemented
         made += by_rows
-    if any(mask[1:]):
-        summed = _once_all(_NormGradients(func, (False, *mask[1:])), operands, {})
+    if any(of_all):
+        summed = _once_all(_SomeResults(func, of_all, line.masked), operands, {})
         if summed is NotImplemented:
             return NotImplemented
         made += summed
-    rest = iter(made)
+    rest = iter(made)  # in this order: the sums come last
     return tuple(next(rest) if wanted else None for wanted in mask)
 
 
@@ -649,40 +644,54 @@ def _once_all(func: Any, args: Any, kwargs: Any) -> Any:
 
     The whole operator runs, so that its bits stay.
     """
-    if (described := _described(args, kwargs)) is None:
+    if (described := _described(args, kwargs)) is None or not any(map(is_unfinished, args)):
         return NotImplemented
-    sources = [leaf._rows.progress for leaf in args if is_unfinished(leaf)]
-    found = results_of(func, *described[1:]) if sources else None
-    if found is None:
+    if (found := results_of(func, *described[1:])) is None:
         return NotImplemented
     shapes, several = found
-    x = args[0]
-    read: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    kept: list[Any] = []
-    for leaf in args:
-        # What is as small as a row may change before, such as a weight that a hook updates.
-        small = isinstance(leaf, torch.Tensor) and leaf.dim() != x.dim()
-        kept.append(leaf.clone() if small else leaf)
-        if isinstance(leaf, torch.Tensor) and not small:
-            read.append(_with_memory(leaf))
-    buffers = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in shapes]
+    dims = args[0].dim()
+    # What is as small as a row may change before, such as a weight that a hook updates.
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.dim() != dims else leaf for leaf in args]
+
+    def run(*given: Any) -> Sequence[torch.Tensor]:
+        return listed(func(*given, **kwargs))
+
+    read = [leaf for leaf in args if isinstance(leaf, torch.Tensor) and leaf.dim() == dims]
+    made = once_all(func._schema.name, run, kept, shapes, read)
+    return made if several else made[0]
+
+
+def once_all(
+    name: str,
+    run: Callable[..., Sequence[torch.Tensor]],
+    args: Sequence[Any],
+    shapes: Sequence[tuple[Sizes, torch.dtype]],
+    read: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return ``run(*args)``, called with finished tensors as soon as all rows are there, or its results are read.
+
+    args: rows of one of them are to come.
+    shapes: shape and dtype of each result.
+    read: those of `args` that may not change before.
+    """
+    sources = [leaf._rows.progress for leaf in args if isinstance(leaf, UnfinishedTensor) and is_unfinished(leaf)]
+    buffers = [torch.empty(shape, dtype=dtype, device=args[0].device) for shape, dtype in shapes]
 
     def fill(_: int) -> None:
-        given = list(map(finished, kept))
+        given = [finished(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in args]
         if (made_here := itself()) is None or made_here.finished:
             return  # work beside a wait has asked for them, and somebody may have changed them
-        results = compute_rows(func._schema.name, func, *given, **kwargs)
-        for buffer, result in zip(buffers, listed(results), strict=True):
+        results = compute_rows(name, run, *given)
+        for buffer, result in zip(buffers, results, strict=True):
             buffer.copy_(result)
 
-    progress = LazyRows((1,), fill, check=Unchanged(func._schema.name, read).check)
+    progress = LazyRows((1,), fill, check=Unchanged(name, list(map(_with_memory, read))).check)
     itself = weakref.ref(progress)  # rows that nobody reads go at once
     for source in sources:
         source.read_by(progress)
     if len(sources) == 1:  # a second one would be waited for
         sources[0].followed_by(progress)
-    made = [UnfinishedTensor(buffer, Rows(progress, 1, 0)) for buffer in buffers]
-    return made if several else made[0]
+    return [UnfinishedTensor(buffer, Rows(progress, 1, 0)) for buffer in buffers]
 
 
 def _retains() -> bool:
@@ -768,12 +777,12 @@ def _exact_sizes(
     while len(sizes) > 1:
         sizes = tuple(sum(sizes[place : place + 2]) for place in range(0, len(sizes), 2))
         candidates.append(sizes)
-    problem = Problem(ALL_REDUCE, sum(sizes), k, n, dtype, device.type, 2)
-    cuts = [RowChunks(func, problem, chunks, backend.launches) for chunks in candidates[:-1]]
+    matmul = Matmul(ALL_REDUCE, sum(sizes), k, n, dtype, device.type, 2)
+    cuts = [RowChunks(func, matmul, chunks, backend.launches) for chunks in candidates[:-1]]
     if not backend.blocks_host and torch.accelerator.is_available():
         torch.accelerator.synchronize(device)  # as `bits` does, and for the same reason
     begin, first = time.perf_counter(), first_with_same_bits(cuts, (layout,), device)
-    log_time(f"{func._schema.name} {matmul_in_words(problem)} of unfinished rows", begin)
+    log_time(f"{func._schema.name} {matmul.product_in_words} of unfinished rows", begin)
     return candidates[first]
 
 
@@ -782,7 +791,7 @@ class RowChunks:
     """A matmul of rows in chunks, as `_matmul` multiplies unfinished ones; `launches` as in `CutProduct`."""
 
     func: Any
-    problem: Problem
+    matmul: Matmul
     sizes: Sizes
     launches: bool
 

@@ -2,7 +2,7 @@
 
 The operators of ops/unfinished.py are torch's, by name. A module may call any kernel: a fused norm, a quantised matmul,
 an operator of a vendor. If each row of its results depends on the same row of its inputs alone, `by_rows` runs it chunk
-by chunk as the rows come. Who calls `by_rows` vouches for that; all else waits.
+by chunk as the rows come. Who calls `by_rows` vouches for that (ops/row_wise.py); all else waits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows
-from ascend_parallel.ops.probing import without_grad_and_modes
 from ascend_parallel.ops.record import RECORDING, compute_rows
+from ascend_parallel.ops.row_operator import Unchanged
 from ascend_parallel.ops.rows import stops_of
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished, given_away, is_unfinished, may_be_filled_later
+from ascend_parallel.ops.without_modes import without_grad_and_modes
 
 # Rows of the first call of a module, with zeros, which tells the shapes and dtypes of its results.
 TRIED_ROWS = 16
@@ -55,7 +56,25 @@ class _Results:
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Results]] = WeakKeyDictionary()
 
 
-def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, writes: bool = False) -> Any:
+def rows_to_come(inputs: Sequence[torch.Tensor]) -> list[UnfinishedTensor]:
+    """Return the inputs whose rows are still to come, on which `by_rows` can run as they arrive; none: it cannot."""
+    unfinished = [x for x in inputs if isinstance(x, UnfinishedTensor) and is_unfinished(x)]
+    if not unfinished or not may_be_filled_later():
+        return []
+    for x in inputs:
+        if not _has_rows(x, inputs[0].shape[0]):
+            return []
+    return unfinished
+
+
+def by_rows(
+    module: Any,
+    function: Callable[..., Any],
+    *inputs: torch.Tensor,
+    writes: bool = False,
+    keeps: bool = True,
+    name: str = "",
+) -> Any:
     """Return ``function(*inputs)``, unfinished where an input is: it runs on the rows that have arrived.
 
     inputs    [M, ...] each, with the same M
@@ -63,18 +82,19 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
 
     module: what the function belongs to; its results have the same shapes and dtypes for the same inputs. The function
     gives each row what it would give it alone. writes: it may change its inputs; it then gets copies, and theirs stay.
+    keeps: finished inputs may change before the other rows have come, and are copied; else a change is an error.
+    name: for errors and records.
 
     Results lie in pieces, a chunk each, until a function of torch, or who else reads memory, asks for the whole tensor:
     of a chain of modules a chunk is freed once the next module has read it.
     """
-    unfinished = [x for x in inputs if isinstance(x, UnfinishedTensor) and is_unfinished(x)]
-    if not unfinished or not all(_has_rows(x, inputs[0].shape[0]) for x in inputs) or not may_be_filled_later():
+    if not (unfinished := rows_to_come(inputs)):
         return function(*map(given_away if writes else finished, inputs))
     results = _results_of(module, function, inputs)
     sizes, m = unfinished[0]._rows.progress.sizes, inputs[0].shape[0]
     device = unfinished[0].device
     written = [RowPieces((m, *each.shape), each.dtype, device, sizes) for each in results.each]
-    stops, name = stops_of(sizes), type(module).__name__
+    stops, name = stops_of(sizes), name or type(module).__name__
     read: list[Sequence[torch.Tensor]] = []
     in_pieces: list[RowPieces] = []
     pulls: list[Callable[[int], object]] = []
@@ -99,12 +119,14 @@ def by_rows(module: Any, function: Callable[..., Any], *inputs: torch.Tensor, wr
         for source in in_pieces:
             source.was_read(index)
 
-    progress = LazyRows(sizes, fill)
+    read_later = [] if keeps else [x for x in inputs if not isinstance(x, UnfinishedTensor)]
+    check = Unchanged(name, [(x, x) for x in read_later]).check if read_later else None
+    progress = LazyRows(sizes, fill, check=check)
     itself = weakref.ref(progress)  # rows that nobody reads go at once
     for x in inputs:
         pieces = x.pieces if isinstance(x, UnfinishedTensor) else None
         if not isinstance(x, UnfinishedTensor) or (pieces is None and x._rows.progress.finished):
-            read.append(_kept(x).split_with_sizes(sizes))
+            read.append((_kept(x) if keeps else finished(x)).split_with_sizes(sizes))
             continue
         progress_of_x = x._rows.progress
         pull = progress_of_x.read_by(progress)

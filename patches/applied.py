@@ -20,6 +20,7 @@ from ascend_parallel.patches.megatron import framework_patch as megatron_core
 from ascend_parallel.patches.mindspeed import context as mindspeed_context
 from ascend_parallel.patches.mindspeed import experts as mindspeed_experts
 from ascend_parallel.patches.mindspeed import layernorm_column
+from ascend_parallel.patches.row_wise import RowWiseFunctions
 from ascend_parallel.patches.symm_mem.framework_patch import SYMM_MEM
 from ascend_parallel.patches.torch_native import TORCH
 from ascend_parallel.patches.transformers import TRANSFORMERS
@@ -65,6 +66,7 @@ class Patches:
         """Nothing is applied."""
         self._applied: dict[str, AppliedPatches] = {}
         self._left: dict[str, str] = {}
+        self._row_wise, self._leaves_rows = RowWiseFunctions(), False
 
     def __bool__(self) -> bool:
         """Tell whether any patch is applied."""
@@ -87,6 +89,9 @@ class Patches:
             applied = framework.make(settings)
             applied.apply()
             self._applied[framework.name] = applied
+            if settings.region:
+                self._leaves_rows = True
+                self._row_wise.extend()
             if os.environ.get("RANK", "0") == "0":
                 log.info("%s", applied.state())
 
@@ -104,7 +109,9 @@ class Patches:
             say_once(f"left as it is: {error}")
 
     def extend(self, imported: ModuleType) -> None:
-        """Apply patches of a module that frameworks have on top of their layers."""
+        """Apply patches of a module that frameworks have on top of their layers, and of functions by rows."""
+        if self._leaves_rows:
+            self._row_wise.extend()
         for name, applied in self._applied.items():
             if imported.__name__ in next(framework.on_top for framework in FRAMEWORK_PATCHES if framework.name == name):
                 applied.extend(imported)
@@ -116,10 +123,12 @@ class Patches:
         """
         for applied in self._applied.values():
             applied.refuse_if_covered()
+        self._row_wise.refuse_if_covered()
+        self._row_wise.revert()
         reverted = self._applied
         for applied in reverted.values():
             applied.revert()
-        self._applied, self._left = {}, {}
+        self._applied, self._left, self._leaves_rows = {}, {}, False
         return reverted
 
     def restore(self, reverted: dict[str, AppliedPatches]) -> None:
@@ -127,6 +136,9 @@ class Patches:
         for applied in reverted.values():
             applied.apply()
         self._applied = reverted
+        self._leaves_rows = any(applied.leaves_rows for applied in reverted.values())
+        if self._leaves_rows:
+            self._row_wise.extend()
 
     @property
     def region(self) -> str:
@@ -135,7 +147,8 @@ class Patches:
 
     def status(self) -> list[PatchStatus]:
         """Return the status of each patch."""
-        return [status for applied in self._applied.values() for status in applied.status()]
+        applied = [status for applied in self._applied.values() for status in applied.status()]
+        return [*applied, *self._row_wise.status()]
 
     def states(self, settings: Settings) -> dict[str, str]:
         """Return the state of each wanted framework, in words, by its name in COC_FRAMEWORKS."""
@@ -148,7 +161,7 @@ class Patches:
             return f"left as it is: {self._left[framework.name]}"
         if framework.imported:
             return f"not applied: {framework.title}'s layers are untouched"
-        what = framework.module.rpartition(".")[0] if framework.title.startswith("torch") else framework.title
+        what = framework.module.rpartition(".")[0] if framework.of_torch else framework.title
         return f"waiting for the import of {what}{'' if framework.installed else ', which is not installed'}"
 
     def summary(self, settings: Settings) -> str:

@@ -44,6 +44,8 @@ class Patch:
     inherited
         Whether the class inherits the method, as modules do ``__call__``, or finds it by ``__getattr__``; the
         replacement is then added to the class.
+    may_be_wrapped
+        Whether the original may be a wrapper of the framework's around its own method: the replacement hands all on.
     """
 
     target: str
@@ -52,6 +54,7 @@ class Patch:
     reason: str
     gives_way_to: str | None = None
     inherited: bool = False
+    may_be_wrapped: bool = False
 
     @property
     def module(self) -> str:
@@ -85,7 +88,7 @@ class Patch:
         raise PatchError(f"{self.target}: expected the class of that module, found {full_name(owner)}")
 
     def named(self) -> object:
-        """Return what the class's name stands for at present; None: the module has no such name."""
+        """Return the present object of the class's name; None: the module has no such name."""
         return getattr(sys.modules[self.module], self.owner, None)
 
     def gave_way(self, method: object) -> bool:
@@ -114,7 +117,7 @@ class Patch:
             raise PatchError(f"{self.target}: expected that the class inherits the method, found {method!r}")
         if not inspect.isfunction(method):
             raise PatchError(f"{self.target}: expected a method of this class, found {method!r}")
-        if not defined_in(method, sys.modules[self.module]):
+        if not defined_in(method, sys.modules[self.module], lambda wrapper: self.may_be_wrapped):
             raise PatchError(
                 f"{self.target}: expected the original, found a replacement from {written_in(method)}; "
                 "only one of the two can replace it: switch the other off (MindSpeed: --use-ascend-coc, "
@@ -325,7 +328,7 @@ class WatchedNames(Generic[T]):
         """What the last `look` returned."""
 
     def look(self) -> T:
-        """Return what the inspection says of the present objects."""
+        """Return the inspection's result for the present objects."""
         for namespace, name, seen in self._seen:
             if namespace.get(name) is not seen:
                 self._seen = tuple((namespace, name, namespace.get(name)) for namespace, name, _ in self._seen)

@@ -29,11 +29,11 @@ from ascend_parallel.diagnostics.verify import (
     difference,
     worst_place,
 )
-from ascend_parallel.ops.operators import choice_for
-from ascend_parallel.ops.problem import ALL_REDUCE, with_scales
-from ascend_parallel.ops.registry import name_of
+from ascend_parallel.ops.call import ALL_REDUCE, with_scales
+from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.operators import decision_for
 from ascend_parallel.overlap.choices import operand_dtype
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.known import known_in_call
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.selective_checkpoint import (
@@ -354,8 +354,8 @@ class CheckedLinear:
         "column" or "row".
     x, weight
         What the layer multiplies.
-    settings
-        Returns the operators' settings; called after the layer, when this needs no communication.
+    known
+        What is known of the call.
     reduces
         Whether the input gradient of a column layer is summed.
     """
@@ -365,7 +365,8 @@ class CheckedLinear:
     x: torch.Tensor
     weight: torch.Tensor
     group: dist.ProcessGroup
-    settings: Callable[[], Settings]
+    settings: Settings
+    known: Known
     sequence_parallel: bool
     reduces: bool = True
 
@@ -388,26 +389,26 @@ class CheckedLinear:
             run=run,
             results=output_of,
             original=lambda operands: {"output": original(operands["input"], operands["weight"])},
-            operators=lambda: functools.partial(self._ran, self.settings(), operand_dtype(self.x)),
+            operators=lambda: functools.partial(self._ran, self.known, operand_dtype(self.x)),
             **{"backward_operands": backward_operands, **options},
         )
 
-    def _ran(self, settings: Settings, dtype: torch.dtype, direction: str) -> str:
+    def _ran(self, known: Known, dtype: torch.dtype, direction: str) -> str:
         """Return a sentence with the kernels and chunks of the pass's operators."""
         (n, k), rows, device = self.weight.shape, self.x.shape[:-1].numel(), self.x.device.type
         ranks, parallel = self.group.size(), self.sequence_parallel
         shape = LayerShape(self.kind, rows, k, n, ranks, parallel, dtype, device, self.reduces)
-        settings = Chunks.for_call(settings, shape, direction).settings
+        known = known_in_call(self.settings, known, shape, direction)
         operator = shape.operator(direction) if direction == FORWARD or self.x.requires_grad else None
-        return f"Its {direction} ran {'no operator' if operator is None else self._operator(operator, settings)}"
+        return f"Its {direction} ran {'no operator' if operator is None else self._operator(operator, known)}"
 
-    def _operator(self, operator: LayerOperator, settings: Settings) -> str:
-        problem, int8 = operator.problem, int8_weight(self.layer)
-        if int8 is not None and problem.operator == ALL_REDUCE:
-            problem = with_scales(problem, int8)
-        # The operator has run, so its choice is cached and needs no communication.
-        choice = choice_for(problem, self.group, settings, self.weight.device, operator.layout)
-        return f"{name_of(problem)} by kernel {choice.kernel} in chunks of rows {list(choice.sizes)}"
+    def _operator(self, operator: LayerOperator, known: Known) -> str:
+        matmul, int8 = operator.matmul, int8_weight(self.layer)
+        if int8 is not None and matmul.operator == ALL_REDUCE:
+            matmul = with_scales(matmul, int8)
+        # The operator has run, so its decision is cached and needs no communication.
+        decision = decision_for(matmul, self.group, self.settings, known, self.weight.device, operator.layout)
+        return f"{matmul.in_words} by kernel {decision.kernel} in chunks of rows {list(decision.sizes)}"
 
 
 def output_of(returned: Any) -> Tensors:

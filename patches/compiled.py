@@ -21,7 +21,7 @@ COMPILED_AWAY = "compiled: the original runs"
 # The attribute of a function that torch.compile or torch.compiler.disable has made, and that of the latter alone.
 COMPILED_FROM, DISABLED = "_torchdynamo_orig_callable", "_torchdynamo_disable"
 # What torch.compile calls for each function that runs between graphs; None: nothing is compiled.
-_GRAPH_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
+GRAPH_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class Compiled(enum.Enum):
@@ -67,7 +67,7 @@ def between_graphs(run: Function, traced: Function, always: Callable[..., bool] 
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _GRAPH_CALLBACK() in (None, False):
+        if not torch.compiler.is_compiling() and GRAPH_CALLBACK() in (None, False):
             return run(*args, **kwargs)
         if always(*args[:1]) or (torch.compiler.is_compiling() and in_whole_graph()):
             return traced(*args, **kwargs)
@@ -92,7 +92,7 @@ def outside_graphs(run: Function) -> Function:
     uncompiled = torch.compiler.disable(finished_run)  # type: ignore[no-untyped-call]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _GRAPH_CALLBACK() not in (None, False):
+        if torch.compiler.is_compiling() or GRAPH_CALLBACK() not in (None, False):
             return uncompiled(*args, **kwargs)
         return run(*args, **kwargs)
 

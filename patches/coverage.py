@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.known import known_in_call, known_of
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base_forward import calls_forward_of
 from ascend_parallel.patches.compiled import COMPILED_AWAY, Compiled, compiled_modules
 from ascend_parallel.settings import Settings, current_settings
+from ascend_parallel_autoload.frameworks import MEGATRON, VLLM
 
 # The attribute of a forward of expert-parallel experts: its `uncovered(module)` tells why they are not overlapped.
 EXPERTS = "ascend_parallel_experts"
@@ -137,7 +139,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
 
 
 def _in_words(groups: int | str) -> str:
-    """Return what became of attention that ranks share."""
+    """Return the state of attention that ranks share."""
     return groups if isinstance(groups, str) else f"exchanged in {groups} group{'s' if groups > 1 else ''}"
 
 
@@ -181,7 +183,7 @@ def _is_linear(kind: type) -> bool:
 
 def _communicates_nothing(module: Any) -> bool:
     """Tell whether a layer is one of vLLM's without a collective: it has no backward, where other frameworks reduce."""
-    layers = sys.modules.get("vllm.model_executor.layers.linear")
+    layers = sys.modules.get(VLLM.module)
     if layers is None or not isinstance(module, layers.LinearBase):
         return False
     return not isinstance(module, layers.RowParallelLinear) and not getattr(module, "gather_output", False)
@@ -216,7 +218,7 @@ def _uncovered(module: Any, compiled: Compiled) -> str | None:
             return _reason(module, vars(base)["forward"], compiled)
         return f"{type(module).__name__}: its own forward is overlapped only where it calls {base.__name__}'s forward"
     off = "" if current_settings().enabled else ", overlap is off: COC_PARALLEL_NUM=4 or auto switches it on"
-    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    layers = sys.modules.get(MEGATRON.module)
     if layers and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
         return f"{type(module).__name__}: not patched{off}"
     family = type(module).__module__.split(".")[0]
@@ -278,7 +280,7 @@ def _first_operators(shape: LayerShape, settings: Settings) -> str:
     if settings.fused:  # with shared memory or without
         return ""
     text = ""
-    for direction, problem in shape.operators:
-        choice = Chunks.for_call(settings, shape, direction).choice(problem)
-        text += f"first {problem.operator}: {choice.kernel} in {len(choice.sizes)}; "
+    for direction, matmul in shape.operators:
+        decision = choose(matmul, settings, known_in_call(settings, known_of(settings), shape, direction))
+        text += f"first {matmul.operator}: {decision.kernel} in {len(decision.sizes)}; "
     return text

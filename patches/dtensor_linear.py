@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.call import ALL_REDUCE, Matmul
 from ascend_parallel.ops.deferred import DeferredProduct
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.degree_error import DegreeError
+from ascend_parallel.ops.unfinished import in_backward
 from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
+from ascend_parallel.overlap.selective_checkpoint import checkpoint_frame
 from ascend_parallel.patches.base import WatchedNames, defined_in, full_name
 from ascend_parallel.patches.base_forward import BaseForward, calls_forward_of
 from ascend_parallel.patches.compiled import Compiled, at_tracing
@@ -50,6 +52,8 @@ class ActivePatch:
         self.framework: InstalledLayers | None = None
         self._count = 0
         self._digest = hashlib.sha256()
+        # What was around or below modules in forwards: in their last ones, by themselves, and by checkpointed call.
+        self.replacements: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
     def add(self, module: Any, installed: Installation) -> None:
         """Count a layer, and note on the module what is installed on it."""
@@ -97,7 +101,7 @@ def framework_of_call(active_patch: ActivePatch, module: Any, note: Callable[[],
 
 
 def compiled_note(active_patch: ActivePatch, module: Any) -> Callable[[], None]:
-    """Return what notes, while torch.compile traces it, that the original of `module` is compiled."""
+    """Return a function that notes, while torch.compile traces it, that the original of `module` is compiled."""
     noted = ref(module)
 
     @at_tracing
@@ -138,7 +142,7 @@ class InstalledLayers(Framework):
         remove_refusals()
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Return what compares settings before ranks communicate, and refuses torch's parallel loss if it has to."""
+        """Return the check of settings before ranks communicate, which refuses torch's parallel loss if it has to."""
         compare = super().confirm(group)
         if not self._loss_checks:
             return compare
@@ -151,7 +155,7 @@ class InstalledLayers(Framework):
         return confirm
 
     def unconfirmed(self, group: dist.ProcessGroup) -> Callable[[], None] | None:
-        """Return what has to be called before ranks communicate, or None; torch's loss may become parallel later."""
+        """Return the check to call before ranks communicate, or None; torch's loss may become parallel later."""
         return self.confirm(group) if self._loss_checks else super().unconfirmed(group)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
@@ -179,21 +183,21 @@ class InstalledLayers(Framework):
                 self.uncompiled.discard(other)
         super().note_compiled(name, layer)
 
-    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
-        """Return the shape that a call of `layer` will have beside `problem`, or None.
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, matmul: Matmul) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `matmul`, or None.
 
-        A row layer shares its rows as the layer of `problem` does; how a column layer gathers its rows is known in its
+        A row layer shares its rows as the layer of `matmul` does; how a column layer gathers its rows is known in its
         call alone.
         """
         installed: Installation | None = vars(layer).get(INSTALLED)
         if installed is None or installed.active_patch.framework is not self or installed.left_alone(layer):
             return None
-        shares_rows, ranks = problem.operator != ALL_REDUCE, group.size()
+        shares_rows, ranks = matmul.operator != ALL_REDUCE, group.size()
         if installed.group is not group or (shares_rows and installed.kind == COLUMN):
             return None
         k, n = layer.in_features, layer.out_features
         k, n = (k, n // ranks) if installed.kind == COLUMN else (k // ranks, n)
-        return LayerShape.beside(problem, installed.kind or "", k, n, shares_rows)
+        return LayerShape.beside(matmul, installed.kind or "", k, n, shares_rows)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """No feature of these frameworks overlaps the same layers eagerly."""
@@ -207,7 +211,7 @@ class InstalledLayers(Framework):
         super().refuse_without_tree(layer, kind, weight, group)
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks: the version, and the layers that are overlapped."""
+        """Return the values that all ranks must share: the version, and the layers that are overlapped."""
         title = self._title
         return {
             f"version of {title}": self._version,
@@ -306,7 +310,29 @@ class Installation:
             reason = f"its class is {full_name(kind)} now"
             if not calls_linear(kind) or (framework is not None and framework.settings.arithmetic.forbids(reason)):
                 return reason
-        return replaced_below()
+        return self.replaced_below(module)
+
+    def replaced_below(self, module: Any) -> str | None:
+        """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None.
+
+        A checkpoint has to compute again what forward has computed, and torch takes a mode off where backward runs: so
+        in backward the answer is that of the same checkpointed call's forward, or of the module's last one.
+        """
+        again, replacements = in_backward(), self.active_patch.replacements
+        reason = _FUNCTIONS.look() or (None if again else mode_around())
+        if not replacements and reason is None:
+            return None
+        frame = checkpoint_frame(again=again)
+        if again and frame is not None:
+            return replacements.get(frame, {}).get(module)
+        if again:
+            return reason or replacements.get(module, {}).get(module)
+        for call in (module,) if frame is None else (module, frame):
+            if reason is not None:
+                replacements.setdefault(call, WeakKeyDictionary())[module] = reason
+            elif call in replacements:
+                replacements[call].pop(module, None)
+        return reason
 
     def own_matmul(self, module: Any, forward: Callable[[DTensor], Any], beside_others: bool = False) -> dict[str, Any]:
         """Return as fields of a `LinearCall` what multiplies in place of torch's linear function.
@@ -357,13 +383,13 @@ def is_linear(kind: type) -> bool:
 
 
 def installed_on(module: Any) -> Installation:
-    """Return what was installed on a module."""
+    """Return the installation on a module."""
     found: Installation = vars(module)[INSTALLED]
     return found
 
 
 def _replaced_functions() -> str | None:
-    """Return what was put in place of torch's linear functions, or None."""
+    """Return, in words, the replacement of torch's linear functions, or None."""
     if torch.nn.Linear.forward is not _FORWARD:
         return f"torch.nn.Linear.forward was replaced by {full_name(torch.nn.Linear.forward)}"
     if torch.nn.functional.linear is not _LINEAR:
@@ -376,10 +402,8 @@ _FUNCTIONS = WatchedNames(
 )
 
 
-def replaced_below() -> str | None:
-    """Return what is around or below torch.nn.Linear that would not see an overlapped layer, or None."""
-    if (replaced := _FUNCTIONS.look()) is not None:
-        return replaced
+def mode_around() -> str | None:
+    """Return which mode would not see the functions of an overlapped layer, or None."""
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if type(mode) not in (DeviceContext, BaseForward):  # of torch.set_default_device, and of a layer around
@@ -422,7 +446,7 @@ def replicated(x: torch.Tensor, mesh: Any) -> DTensor:
 def matmul_by(
     forward: Callable[[DTensor], Any], installed: Installation, watched: Any = None
 ) -> Callable[..., torch.Tensor]:
-    """Return what multiplies by a forward of a layer that takes and gives DTensors, without its collectives.
+    """Return a function that multiplies by a forward of a layer that takes and gives DTensors, without its collectives.
 
     watched: the module, if its forward may leave the product with its weight to the collectives; the function then
     takes, after its input, the product of that and the weight, if it has been multiplied.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BLOCKS, BlockedFeatures
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 
 _NORM = torch.ops.aten.linalg_vector_norm.default

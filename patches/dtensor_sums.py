@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 
 # Reductions that round; the others, such as the largest element, are exact in every order.

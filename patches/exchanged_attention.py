@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.collectives import all_gather_single
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.pending import NamedWork
-from ascend_parallel.ops.registry import name_of
 from ascend_parallel.overlap.choices import overlap_in_words
-from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.context import (
     Attention,
-    attention_choice,
+    attention_call,
+    attention_decision,
     attention_in_turn,
-    attention_problem,
     run_attention,
 )
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import ATTENTION, MORE
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.process_groups import describe
 from ascend_parallel.settings import Settings, current_settings
@@ -60,18 +60,16 @@ def exchanged_attention(
         ATTENTION[module] = 1
         return run_attention(*operands, attention, group=group, settings=Settings(), exchange=exchange)
     _announce(framework, group)
-    framework.confirm_plan(group, operands[0].device)
-    framework.confirm(group)()
-    chunks = _chunks_for(framework, operands, attention, group, exchange, own)
-    if chunks.original and own is not None:
+    names, settings = ("input", "keys", "values"), framework.settings
+
+    def ours(known: Known, _: object) -> torch.Tensor:
+        ATTENTION[module] = len(attention_decision(*operands, group, settings, known, exchange).sizes)
+        how: dict[str, Any] = {"settings": settings, "known": known, "exchange": exchange}
+        return run_attention(*operands, attention, group=group, **how)
+
+    def theirs(own: Own) -> torch.Tensor:
         ATTENTION[module] = "not overlapped: groups of heads gain nothing over the framework's own exchange"
         return own(*operands)
-    settings = chunks.settings
-    ATTENTION[module] = len(attention_choice(*operands, group, settings, exchange).sizes)
-    run = functools.partial(run_attention, attention=attention, group=group, settings=settings, exchange=exchange)
-    if framework.verifier is None:
-        return run(*operands)
-    names = "input", "keys", "values"
 
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         q, k, v = (given[name] for name in names)
@@ -79,21 +77,33 @@ def exchanged_attention(
             return {"output": own(q, k, v)}
         return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=exchange)}
 
-    def operators(direction: str) -> str:
-        choice = attention_choice(*operands, group, settings, exchange)
-        return f"Its {direction} ran {name_of(choice.problem)} in groups of heads {list(choice.sizes)}"
+    def operators(known: Known, direction: str) -> str:
+        decision = attention_decision(*operands, group, settings, known, exchange)
+        return f"Its {direction} ran {decision.call.in_words} in groups of heads {list(decision.sizes)}"
 
-    checked = CheckedCall(
+    def checked(known: Known, run: Run) -> CheckedCall:
+        return CheckedCall(
+            layer=module,
+            path="context parallel",
+            group=group,
+            operands=dict(zip(names, operands, strict=True)),
+            run=run,
+            results=lambda y: {"output": y},
+            original=original,
+            operators=lambda: functools.partial(operators, known),
+        )
+
+    call = CoveredCall(
         layer=module,
-        path="context parallel",
         group=group,
-        operands=dict(zip(names, operands, strict=True)),
-        run=lambda _: run(*operands),
-        results=lambda y: {"output": y},
-        original=original,
-        operators=lambda: operators,
+        device=operands[0].device,
+        agreeing=group,
+        decide=functools.partial(_known_of, framework, operands, attention, group, exchange, own),
+        ours=ours,
+        theirs=None if own is None else functools.partial(theirs, own),
+        checked=checked,
     )
-    output: torch.Tensor = framework.verifier.run(checked)
+    output: torch.Tensor = run_covered(framework, call)
     return output
 
 
@@ -105,15 +115,15 @@ def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return of_all.view(group.size(), *x.shape)
 
 
-def _chunks_for(
+def _known_of(
     framework: Framework,
     operands: Operands,
     attention: Attention,
     group: dist.ProcessGroup,
     exchange: str,
     own: Own | None,
-) -> Chunks:
-    """Return in how many groups an exchange runs, as measured at its first call or for the plan.
+) -> Known:
+    """Decide the groups of an exchange, as measured at its first call or for the plan.
 
     `original` where the framework's own exchange was as fast. What watches a run needs ours: then one group is.
     """
@@ -121,21 +131,20 @@ def _chunks_for(
     watched = framework.verifier is not None or framework.settings.timeline is not None
     in_turn = None if watched else own
 
-    def run(settings: Settings | None) -> None:
+    def run(known: Known | None) -> None:
         with without_trace(device), torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in operands)
-            if settings is None and in_turn is not None:
+            if known is None and in_turn is not None:
                 made = in_turn(q, k, v)
             else:
-                made = run_attention(
-                    q, k, v, attention, group=group, settings=settings or Settings(), exchange=exchange
-                )
+                how: dict[str, Any] = {"known": known or Known(number=1, alone=True), "exchange": exchange}
+                made = run_attention(q, k, v, attention, group=group, settings=framework.settings, **how)
             torch.autograd.grad(made, [q, k, v], torch.ones_like(made))
 
-    problem = attention_problem(*operands, group, exchange)
-    chunks = framework.part_groups.chunks_for(problem, group, run, functools.partial(run, None), device)
-    original = chunks.original or framework.part_groups.keeps_original(problem, group)
-    return chunks._replace(original=original and not watched)
+    call = attention_call(*operands, group, exchange)
+    known = framework.decider.known_of_exchange(call, group, run, functools.partial(run, None), device)
+    original = known.original or framework.decider.keeps_original(call, group)
+    return known._replace(original=original and not watched)
 
 
 def log_exchange(where: str, exchange: str, why: str, *, asked: bool) -> None:

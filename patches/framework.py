@@ -18,28 +18,23 @@ from ascend_parallel.diagnostics.verify import LEDGER
 from ascend_parallel.ops import DegreeError, UnmetRequestError
 from ascend_parallel.ops.bits import AHEAD
 from ascend_parallel.ops.blocks import BlockedFeatures
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.decision import Decision, Known
 from ascend_parallel.ops.pending import run_collective
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice
 from ascend_parallel.ops.unfinished import UnfinishedTensor
-from ascend_parallel.overlap.chunks import Chunks, choices_ahead
+from ascend_parallel.overlap.known import decisions_ahead, known_of
 from ascend_parallel.overlap.layer_shape import ROW, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hidden_from_selective_checkpoint
 from ascend_parallel.patches.check import CheckRules, Verifier
 from ascend_parallel.patches.compiled import COMPILED_AWAY, Compiled
 from ascend_parallel.patches.coverage import announce, running_model
 from ascend_parallel.patches.region_choice import RegionChoice
-from ascend_parallel.patches.tuned import refusal_of_plan, tuner_of
+from ascend_parallel.patches.tuned import decider_of, refusal_of_plan
 from ascend_parallel.process_groups.consistency import SettingsAgreement
 from ascend_parallel.settings import Settings, option_name
 from ascend_parallel.tuning.measured.chunk_plan import PlanError
-from ascend_parallel.tuning.measured.part_groups import PartGroups
-from ascend_parallel.tuning.measured.tuner import Tuner
 
 log = logging.getLogger("ascend_parallel")
-
-# Calls of a group to keep that were left to the original: shapes can vary without end.
-MOST_LEFT_WHOLE = 4096
 
 ONE_RANK = "its tensor-parallel group has one rank, so nothing is communicated"
 
@@ -73,8 +68,9 @@ def _described(layer: Any) -> str:
 class Framework(ABC):
     """A framework whose layers are patched with the same settings; each framework derives its own class.
 
-    A replaced forward asks `uncovered` whether the original must run, and otherwise `prepare` for what cuts the call:
-    `Chunks.original` tells where the original is as fast.
+    A replaced forward asks `uncovered` whether the original must run, and otherwise hands its call to `run_covered`
+    (patches/covered_call.py). A linear layer's call is decided by `prepare`: `Known.original` tells where the original
+    is as fast.
 
     by
         Whose the original layers are, in words.
@@ -85,21 +81,25 @@ class Framework(ABC):
     by = "the framework's own"
     breaks_graphs = False
 
-    def __init__(self, settings: Settings) -> None:
-        """Hold the settings of all patched layers."""
+    def __init__(self, settings: Settings, *, region: bool | str | None = None, tunes: bool = True) -> None:
+        """Hold the settings of all patched layers.
+
+        region: in place of that of the settings; None: that counts. tunes: whether chunks are measured at a layer's
+        first call, if the settings ask for it.
+        """
         self.settings = settings
         self._agreement = SettingsAgreement(lambda: {**settings.shared(), **self.compared()})
-        self._tuner = tuner_of(settings)
+        self.decider = decider_of(settings, measures=tunes)
+        self._unmeasured = known_of(settings)
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups for which the plan was measured
         self._refusals: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()  # of the plan
         self._tree_checks = settings.arithmetic.tree_needs(self.refuse_without_tree)
         rules = CheckRules(settings.verify_limit, self.by, self.beside_run)
         self.verifier = Verifier(settings.verify_every, self.confirm, rules) if settings.verify_every else None
-        self.region_choice = RegionChoice(settings)
-        self.part_groups = PartGroups(settings, self._tuner)
-        # Calls that tuning left to the original. Errors that a request must raise, and checks, need every call.
-        self._left_whole: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
-        self.notes_left_whole = self._tuner is not None and self.verifier is None and not settings.strict
+        self.region_choice = RegionChoice(settings.region if region is None else region)
+        # Whether calls that tuning left to the original are noted: errors that a request must raise, and checks, need
+        # every call.
+        self.notes_left_whole = self.decider.measures and self.verifier is None and not settings.strict
         self._logged: set[str] = set()
         self.used = False  # whether a layer has been overlapped
         self.compiles_original = settings.compiles_original(breaks_graphs=self.breaks_graphs)
@@ -125,15 +125,15 @@ class Framework(ABC):
         """Return the shape of a call of `layer`; None: it is of experts, or its weight is not tuned."""
         return None if kind == "experts" else LayerShape.of(kind, x, weight, self.group_of(layer).size(), **options)
 
-    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
-        """Return the shape that a call of `layer` will have in a model in which `problem` is multiplied on `group`.
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, matmul: Matmul) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have in a model in which `matmul` is multiplied on `group`.
 
         None: the layer is not overlapped on this group, or its shape is not known before its call.
         """
         return None
 
-    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> list[tuple[Choice, str]]:
-        """Return the operators of the running model's layers on `group`, of as many rows as `problem` has.
+    def calls_ahead(self, group: dist.ProcessGroup, matmul: Matmul) -> list[tuple[Decision, str]]:
+        """Return the operators of the running model's layers on `group`, of as many rows as `matmul` has.
 
         Each with the memory layout of its right operand; for the probe of bits (ops/bits.py).
         """
@@ -142,19 +142,19 @@ class Framework(ABC):
             return []
         # Grad mode does not tell: autograd switches it off in a forward of its own, a checkpoint in a first forward.
         trains = model.training and any(parameter.requires_grad for parameter in model.parameters())
-        calls: list[tuple[Choice, str]] = []
+        calls: list[tuple[Decision, str]] = []
         for layer in model.modules():
             try:
-                shape = self.shape_ahead(layer, group, problem)
+                shape = self.shape_ahead(layer, group, matmul)
             except AttributeError:  # of a subclass that does not call the constructor of its base
                 continue
             if shape is not None:
-                settings = self.with_options(layer, Chunks(self.settings)).settings
-                calls += choices_ahead(settings, shape, backward=trains, leaves_rows=bool(self.leaves_rows))
+                known, leaves_rows = self.with_options(layer, self._unmeasured), bool(self.leaves_rows)
+                calls += decisions_ahead(self.settings, known, shape, backward=trains, leaves_rows=leaves_rows)
         return calls
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks beside the settings, by the user's names."""
+        """Return the values that ranks compare beside the settings, by the user's names."""
         return {}
 
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -188,16 +188,17 @@ class Framework(ABC):
         """Return a context in which an original layer leaves no trace in the framework's state."""
         return nullcontext()
 
-    def with_options(self, layer: Any, chunks: Chunks) -> Chunks:
-        """Return what cuts a call, with the settings that the framework's own configuration of `layer` asks for."""
-        return chunks
+    def with_options(self, layer: Any, known: Known) -> Known:
+        """Add to `known` the requests of the framework's own configuration of `layer`."""
+        return known
 
-    @hidden_from_selective_checkpoint
     def prepare(
-        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any
-    ) -> tuple[dist.ProcessGroup, Chunks]:
-        """Raise an error for features that exclude overlap; return the call's group, and what cuts it."""
-        group = self.group_of(layer)
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, group: dist.ProcessGroup, **options: Any
+    ) -> Known:
+        """Raise an error for features that exclude overlap; return what is known of a call on the layer's `group`.
+
+        That is its plan, or what tuning chose for its shapes, beside the settings.
+        """
         self.refuse_conflicts(layer)
         for check in self._tree_checks:
             check(layer, kind, weight, group)
@@ -206,32 +207,39 @@ class Framework(ABC):
         if not self.used:
             self.used = True
             shape = self.shape_of(layer, kind, x, weight, **options)
-            announce(self.settings, layer, group, shape, tuned=self._tuner is not None)
-        chunks = self.chunks_for(layer, kind, x, weight, **options)
-        if kind == ROW and chunks.original and self.leaves_rows_of(layer):
-            chunks = chunks._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
-        return group, chunks
+            announce(self.settings, layer, group, shape, tuned=self.decider.measures)
+        measures = self.decider.measures
+        known = self._measured(layer, kind, x, weight, group, **options) if measures else self._unmeasured
+        known = self.with_options(layer, known)
+        if kind == ROW and known.original and self.leaves_rows_of(layer):
+            known = known._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
+        return known
 
     def was_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> bool:
         """Tell whether a call on `group` that was the same was left to the original: it is the whole decision.
 
         call: everything that the decision depends on, beside these settings and the group.
         """
-        left = self._left_whole.get(group)
-        return left is not None and call in left and not (self.region_choice.on or self.region_choice.undecided)
+        decided = self.decider.groups.get(group)  # here: such a call is nothing but this look-up
+        left = decided is not None and call in decided.left_whole
+        return left and not (self.region_choice.on or self.region_choice.undecided)
 
-    def note_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> None:
-        """Note that a call was left to the original, for `was_left_whole`."""
-        left = self._left_whole.setdefault(group, set())
-        if len(left) == MOST_LEFT_WHOLE:
-            left.clear()
-        left.add(call)
+    def agree(self, group: dist.ProcessGroup, device: torch.device, agreeing: dist.ProcessGroup | None = None) -> None:
+        """Compare settings, and the plan on the ranks of `group`, which all call this; else raise on every rank.
+
+        agreeing: the ranks that compare settings; None: those of `group`. The plan comes first: a rank that refuses it
+        says so when settings are compared.
+        """
+        if self.settings.plan is not None:
+            self.confirm_plan(group, device)
+        self.confirm(group if agreeing is None else agreeing)()
 
     def confirm_plan(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Return if every rank of `group` can use the plan in force, or there is none; else raise on every rank."""
         if self.settings.plan is not None and group not in self._checked:
             self._agree_on_plan(self.settings.plan, group, device)
 
+    @hidden_from_selective_checkpoint
     def _agree_on_plan(self, plan: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         """Return if every rank of `group` can use its plan; else raise on every rank, with each rank's reason.
 
@@ -264,25 +272,20 @@ class Framework(ABC):
             choice.ran(self.group_of(layer))
         return output
 
-    def chunks_for(self, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Chunks:
-        """Return what cuts a call: by the settings, or as tuning chose for its shapes."""
-        if self._tuner is None:
-            chunks = Chunks(self.settings)
-        else:
-            chunks = self._tuned(self._tuner, layer, kind, x, weight, **options)
-        return self.with_options(layer, chunks)
-
-    def _tuned(self, tuner: Tuner, layer: Any, kind: str, x: torch.Tensor, weight: Any, **options: Any) -> Chunks:
-        """Return what tuning chose; `original` only if the framework's own layer computes the same."""
+    @hidden_from_selective_checkpoint
+    def _measured(
+        self, layer: Any, kind: str, x: torch.Tensor, weight: Any, group: dist.ProcessGroup, **options: Any
+    ) -> Known:
+        """Return the measured sizes; `original` only if the framework's own layer computes the same."""
         shape = self.shape_of(layer, kind, x, weight, **options)
         if shape is None:
-            return Chunks(self.settings)
+            return self._unmeasured
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        group = self.group_of(layer)
-        chunks = tuner.chunks_for(shape, group, backward=backward, agree=functools.partial(self._confirmed, group))
-        if chunks.original and not self.equals_original(layer, kind, x, weight):
-            return chunks._replace(original=False)
-        return chunks
+        agree = functools.partial(self._confirmed, group)
+        known = self.decider.known_of_layer(shape, group, backward=backward, agree=agree)
+        if known.original and not self.equals_original(layer, kind, x, weight):
+            return known._replace(original=False)
+        return known
 
     def confirm(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """Return a function that compares settings on the group's ranks; call it before they communicate."""
@@ -303,7 +306,9 @@ class Framework(ABC):
         rank = torch.tensor([0 if reason is None else dist.get_rank() + 1], device=device)
         run_collective("the reasons of all ranks", dist.all_reduce, rank, group=group, op=dist.ReduceOp.MAX)
         number = int(rank.item())
-        return reason or (f"on rank {number - 1} what it computes was replaced" if number else None)
+        if reason is None and number:
+            return f"on rank {number - 1} what it computes was replaced, or has tensors in common"
+        return reason
 
     def log_replaced(self, layer: Any, reason: str) -> None:
         """Log once, on this rank, what multiplies in place of layers of this type, whose collectives stay in chunks.

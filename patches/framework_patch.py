@@ -8,13 +8,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
+from ascend_parallel.overlap.choices import NO_LAYER
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload.frameworks import FrameworkFacts
 
 log = logging.getLogger("ascend_parallel")
 
@@ -112,12 +114,17 @@ class AppliedPatches:
         text = f"{sum(own)} of {len(own)} methods of {self.title} {self.version} replaced"
         text += f", and {sum(others)} of {len(others)} others" if others else ""
         why = None if self._runs is None else self._runs.uncovered_everywhere()
-        return text if why is None else f"{text}, but no layer runs with overlap: {why}"
+        return text if why is None else f"{text}, {NO_LAYER}: {why}"
 
     @property
     def region(self) -> str:
         """Whether layers leave their rows unfinished, and the figures behind it; empty before the first call."""
         return str(self._runs.region_choice) if self._runs is not None and self._runs.used else ""
+
+    @property
+    def leaves_rows(self) -> bool:
+        """Whether layers may leave their rows unfinished in a training."""
+        return self._runs is not None and bool(self._runs.settings.region)
 
     def why_idle(self) -> str:
         """Return the reason why no layer of the framework ran with overlap."""
@@ -128,35 +135,24 @@ class AppliedPatches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameworkPatch:
-    """Where the layers of a framework are patched.
+class FrameworkPatch(FrameworkFacts):
+    """A framework, and the patches of its layers.
 
-    name
-        The framework's name in COC_FRAMEWORKS.
-    title
-        The name under which it is installed.
-    module
-        The module that holds the layers, whose import is waited for.
     make
         Returns the patches, not yet applied; the module has been imported.
-    before
-        Modules whose import shows that the framework is in use before `module` is imported, or in a version without it.
     on_top
         Further modules whose import is waited for once the patches are applied.
-    imported_by_apply
-        Whether `ascend_parallel.apply` imports the module; it patches others only if the program has imported them.
-    opt_in
-        Whether it is patched only if COC_FRAMEWORKS names it.
     """
 
-    name: str
-    title: str
-    module: str
     make: Callable[[Settings], AppliedPatches]
-    before: Sequence[str] = ()
     on_top: Sequence[str] = ()
-    imported_by_apply: bool = False
-    opt_in: bool = False
+
+    @classmethod
+    def of(
+        cls, facts: FrameworkFacts, make: Callable[[Settings], AppliedPatches], on_top: Sequence[str] = ()
+    ) -> FrameworkPatch:
+        """Return the patch of a framework of the table."""
+        return cls(**{field.name: getattr(facts, field.name) for field in fields(facts)}, make=make, on_top=on_top)
 
     @property
     def imported(self) -> bool:
@@ -167,7 +163,7 @@ class FrameworkPatch:
     @property
     def installed(self) -> bool:
         """Whether the framework can be imported."""
-        return self.module in sys.modules or is_installed(self.module.partition(".")[0])
+        return self.module in sys.modules or is_installed(self.package)
 
 
 @functools.cache

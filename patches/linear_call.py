@@ -1,34 +1,37 @@
 """Run a call of a framework's tensor-parallel linear layer: overlapped, checked beside the original, or timed.
 
-A replaced forward describes its call as a `LinearCall` and hands it to `run_linear`, whichever framework it is of.
+A replaced forward describes its call as a `LinearCall` and hands it to `run_linear`, whichever framework it is of:
+`run_linear` says how such a call is decided, run and checked, as a `CoveredCall`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
-from ascend_parallel.ops.module_weight import ModuleWeight
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.quantised import QuantisedWeight
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
-from ascend_parallel.overlap.linear import run_column, run_module_row, run_row
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.quantised import quantised_row_linear
 from ascend_parallel.overlap.row_blocks import RowBlocks
 from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
-from ascend_parallel.patches.check import CheckedCall, CheckedLinear, linear_operands, output_of
+from ascend_parallel.patches.check import CheckedCall, CheckedLinear, linear_operands
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework import Framework
 
 # Rows of a call without gradients below which the original runs: one token of a generation has nothing to cut.
@@ -64,18 +67,12 @@ class LinearCall:
         returns the product with the bias, before a row layer's sum. None: nothing.
     takes_product
         Whether `own_matmul` takes, as a second argument, what a column layer's gather has multiplied, or None.
-    module_weight
-        The kernel of a row layer that has its own: it adds this rank's part of the bias, and has no backward. Only
-        shape, dtype and device of `weight` are then read. None: the layer multiplies with `weight`.
     reduce_input_grad
         Whether the input gradient of a column layer is summed over the ranks.
     parts
         The features of each part of a fused weight on this rank, as of `column_linear`.
     weight_gradient
         Returns where the weight gradient goes, given what observes the start of the backward; None: to `.grad`.
-    call_key
-        All that decides, beside settings and group, whether the original runs (`Framework.was_left_whole`); None: this
-        is not noted.
     beside
         Puts a checked call beside the framework's own forward; None: the forward runs on the module, which gets the
         weight of the check.
@@ -95,11 +92,9 @@ class LinearCall:
     x_dtensor: DTensor | None = None
     own_matmul: Callable[..., torch.Tensor] | None = None
     takes_product: bool = False
-    module_weight: ModuleWeight | None = None
     reduce_input_grad: bool = True
     parts: tuple[int, ...] = ()
     weight_gradient: Callable[[Begin | None], WeightGradient] | None = None
-    call_key: Hashable = None
     beside: Callable[[CheckedLinear, Callable[[Begin | None], Any]], CheckedCall] | None = None
 
     @property
@@ -107,23 +102,35 @@ class LinearCall:
         """The DTensors whose local tensors x and the weight are."""
         return self.x_dtensor, self.parameter if isinstance(self.parameter, DTensor) else None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the call that the tuner distinguishes."""
-        found: dict[str, Any] = {} if self.sequence_dim is None else {"sequence_parallel": True}
-        return found if self.reduce_input_grad else {**found, "reduce_input_grad": False}
-
 
 def run_linear(framework: Framework, call: LinearCall) -> Any:
     """Return the layer's output, [..., N / R] or [..., N]; compare it with the original's where COC_VERIFY asks.
 
     With `finish` the output is what that returns, as what `original` returns is.
     """
-    if (verifier := framework.verifier) is not None:
-        return framework.timed(call.layer, call.x, lambda: verifier.run(_checked(framework, call)))
+    group = framework.group_of(call.layer)
+    covered = CoveredCall(
+        layer=call.layer,
+        group=group,
+        device=call.x.device,
+        agreeing=None,  # a column layer's forward may run on one rank alone
+        decide=functools.partial(
+            framework.prepare,
+            call.layer,
+            call.kind,
+            call.x,
+            call.weight,
+            group,
+            sequence_parallel=call.sequence_dim is not None,
+            reduce_input_grad=call.reduce_input_grad,
+        ),
+        ours=functools.partial(_run, framework, call, group),
+        theirs=functools.partial(call.original, call.x),
+        checked=functools.partial(_checked, framework, call, group),
+    )
     if framework.region_choice.undecided:
-        return framework.timed(call.layer, call.x, lambda: _run(framework, call))
-    return _run(framework, call)
+        return framework.timed(call.layer, call.x, functools.partial(run_covered, framework, covered))
+    return run_covered(framework, covered)
 
 
 def too_few_rows(framework: Framework, call: LinearCall) -> bool:
@@ -134,44 +141,25 @@ def too_few_rows(framework: Framework, call: LinearCall) -> bool:
     return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
 
 
-def _checked(framework: Framework, call: LinearCall) -> CheckedCall:
-    """Return the call beside the framework's own forward."""
-    group = framework.group_of(call.layer)
-    if call.module_weight is not None:
-        return _checked_module(framework, call, call.module_weight)
+def _checked(framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, run: Run) -> CheckedCall:
+    """Return the call, which `run` runs, beside the framework's own forward."""
     linear = CheckedLinear(
         layer=call.layer,
         kind=call.kind,
         x=call.x,
         weight=call.parameter if isinstance(call.weight, QuantisedWeight) else call.weight,
         group=group,
-        settings=lambda: framework.chunks_for(call.layer, call.kind, call.x, call.weight, **call.options).settings,
+        settings=framework.settings,
+        known=known,
         sequence_parallel=call.sequence_dim is not None,
         reduces=call.reduce_input_grad,
     )
-    run = functools.partial(_run, framework, call)
     if call.beside is not None:
         return call.beside(linear, run)
     return linear.beside(
         functools.partial(_by_framework, call),
         run,
         backward_operands=functools.partial(_backward_operands, call, group.rank()),
-        name=framework.name_of(call.layer),
-    )
-
-
-def _checked_module(framework: Framework, call: LinearCall, weight: ModuleWeight) -> CheckedCall:
-    """Return the call of a module that multiplies itself beside its whole own forward: nobody else reads its weight."""
-    chunks = f"multiplied and reduced in chunks of rows {list(weight.cut(call.x.shape[:-1].numel()))}"
-    return CheckedCall(
-        layer=call.layer,
-        path=call.kind,
-        group=framework.group_of(call.layer),
-        operands={"input": call.x},
-        run=functools.partial(_run, framework, call),
-        results=output_of,
-        original=lambda operands: output_of(call.original(operands["input"])),
-        operators=lambda: lambda direction: f"Its {direction} {chunks}, with the module's own kernel",
         name=framework.name_of(call.layer),
     )
 
@@ -227,13 +215,11 @@ def _backward_operands(
     return {name: x.transpose(0, 1) if name == "input" else x for name, x in operands.items()}
 
 
-def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> Any:
-    """Run the call; a check observes the start of its backward."""
-    layer = layer_of(framework, call, begin)
-    if layer is None:
-        return call.original(call.x)
-    if call.module_weight is not None:
-        return run_module_row(call.x, call.module_weight, layer)
+def _run(
+    framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, begin: Begin | None = None
+) -> Any:
+    """Run the call overlapped; a check observes the start of its backward."""
+    layer = _layer(framework, call, group, known, begin)
     x = call.x if call.enter is None else call.enter(call.x)
     if call.own_matmul is not None:
         y = _run_own_matmul(framework, call, x, layer, call.own_matmul)
@@ -245,27 +231,37 @@ def _run(framework: Framework, call: LinearCall, begin: Begin | None = None) -> 
         y = run_column(x, call.weight, call.bias, layer)
     else:
         y, bias = run_row(x, call.weight, layer), call.bias
-        if bias is not None and call.sequence_dim is not None and layer.settings.arithmetic.sums_shared_rows:
+        if bias is not None and call.sequence_dim is not None and layer.arithmetic.sums_shared_rows:
             bias = RowBlocks(group=layer.group).expand(bias, y)
         y = y if bias is None else y + bias
     y = swapped(y) if call.sequence_dim == 1 else y
     return y if call.finish is None else call.finish(y)
 
 
-def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None) -> ParallelLinear | None:
-    """Return the layer that runs the call, or its collectives around a matmul of the program; None: the original runs.
+def layer_around(framework: Framework, call: LinearCall) -> ParallelLinear | None:
+    """Return the layer whose collectives run around another forward than the call's; None: the original runs.
+
+    That forward is the program's, and runs between hooks that begin and end the collectives: no function of ours runs
+    the call, so it is no `CoveredCall`.
+    """
+    group, shared = framework.group_of(call.layer), call.sequence_dim is not None
+    known = framework.prepare(call.layer, call.kind, call.x, call.weight, group, sequence_parallel=shared)
+    return None if known.original else _layer(framework, call, group, known)
+
+
+def _layer(
+    framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, begin: Begin | None = None
+) -> ParallelLinear:
+    """Return the layer that runs the call, or its collectives around a matmul of the program.
 
     begin: observes the start of the call's backward.
     """
-    group, chunks = framework.prepare(call.layer, call.kind, call.x, call.weight, **call.options)
-    if chunks.original:
-        if call.call_key is not None:
-            framework.note_left_whole(group, call.call_key)
-        return None
-    settings = chunks.settings
+    settings = framework.settings
     shared, batch_first = call.sequence_dim is not None, call.sequence_dim == 1 and call.x.shape[0] > 1
     direct = call.kind == "row" or call.added or shared or call.own_matmul is not None
-    direct = direct or settings.arithmetic.forms_every_product
+    # Each call comes here, and a method costs it a function.
+    arithmetic = settings.arithmetic if known.deterministic is None else known.arithmetic(settings)
+    direct = direct or arithmetic.forms_every_product
     if call.weight_gradient is not None:
         weight_gradient = call.weight_gradient(begin)
     else:
@@ -274,6 +270,8 @@ def layer_of(framework: Framework, call: LinearCall, begin: Begin | None = None)
         kind=call.kind,
         group=group,
         settings=settings,
+        known=known,
+        arithmetic=arithmetic,
         sequence_parallel=shared,
         reduce_input_grad=call.reduce_input_grad,
         weight_gradient=weight_gradient,
@@ -295,6 +293,7 @@ def _run_int8(x: torch.Tensor, weight: QuantisedWeight, layer: ParallelLinear) -
         weight,
         group=layer.group,
         settings=layer.settings,
+        known=layer.known,
         sequence_parallel=layer.sequence_parallel,
         before_communicating=layer.before_communicating,
     )
@@ -354,7 +353,7 @@ def row_output(
 
 
 def torch_linear(call: LinearCall) -> ForwardWrapper:
-    """Return what runs the forward of a column layer, which communicates nothing, with the bits of torch.nn.Linear."""
+    """Return a wrapper of a column layer's forward, which communicates nothing: torch.nn.Linear's function runs."""
     bias = None if call.bias is None else cast_by_autocast(call.bias.detach())
     operands = cast_by_autocast(call.x.detach()), cast_by_autocast(call.weight.detach()), bias
     return lambda _: (compute(MATMUL, "matmul", linear, *operands), None)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.clocks import finish, runs_ahead
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.process_groups.consistency import DisagreementError, refuse_while_capturing, store_all_gather
-from ascend_parallel.settings import Settings
+from ascend_parallel.tuning.measured.contest import LEAST_GAIN, LOST, Contest, slowest
 
 log = logging.getLogger("ascend_parallel")
 
@@ -33,8 +33,6 @@ log = logging.getLogger("ascend_parallel")
 # and for every fourth turn, so that what returns with such a period falls upon both ways alike.
 WARM_UP = 2
 TURNS = (False, True, False, True, True, False, True, False, False, True)
-LEAST_GAIN = 0.02  # share of the layers' time: regions must gain more than this in the median of the turns
-LOST = 1  # neighbouring turns of both ways, of four, that regions may lose
 HOST_BOUND = 0.9  # share of a pass on a device in which the host is busy, so that the device waits for it
 # A forward whose backward has not come after so many further forwards is no longer waited for.
 MOST_WAITING = 256
@@ -74,16 +72,14 @@ def decide(seconds: Sequence[float], host: Sequence[float] = ()) -> Decision:
     host: the seconds in which the host is busy with it, where it runs ahead of a device; they explain what is lost.
     """
     turns = list(zip(TURNS, seconds, strict=True))[WARM_UP:]
-    layers = [each for region, each in turns if not region]
-    regions = [each for region, each in turns if region]
-    gain = 1 - median(regions) / median(layers)
     # Turns 2i and 2i + 1 are neighbours of different ways, as are the i-th turns of both.
-    lost = sum(theirs >= ours for ours, theirs in zip(layers, regions, strict=True))
-    share = f"{100 * abs(gain):.1f} %"
-    if gain > LEAST_GAIN and lost <= LOST:
+    contest = Contest(*([each for region, each in turns if region is way] for way in (False, True)))
+    layers, regions = contest
+    gain, share = contest.gain, f"{100 * abs(contest.gain):.1f} %"
+    if contest.won:
         return Decision(True, median(layers), median(regions), f"regions gain {share}")
     asked = f"they must gain more than {100 * LEAST_GAIN:.0f} % and lose at most {LOST}"
-    won = f"regions gain {share} and lose {lost} of {len(layers)} turns; {asked}"
+    won = f"regions gain {share} and lose {contest.lost} of {len(layers)} turns; {asked}"
     why = won if gain > 0 else f"regions lose {share}"
     busy = [each for region, each in zip(TURNS[WARM_UP:], host[WARM_UP:], strict=False) if region]
     if busy and median(busy) > HOST_BOUND * median(regions):
@@ -106,7 +102,7 @@ class Spent(NamedTuple):
 
     @classmethod
     def between(cls, begin: Instant, end: Instant) -> Spent:
-        """Return what passed from one instant, at which the device was idle, to another."""
+        """Return the time from one instant, at which the device was idle, to another."""
         return cls(end.done - begin.done, end.host - begin.done)
 
     def plus(self, other: Spent, share: int = 1) -> Spent:
@@ -117,11 +113,11 @@ class Spent(NamedTuple):
 class RegionChoice:
     """Whether modules run as regions: as the settings say, or, with "auto", as the first passes of a training show."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Follow `settings.region`; with "auto" begin layer by layer."""
-        self.on = settings.region is True
+    def __init__(self, region: bool | str | None) -> None:
+        """Follow the setting `region`; with "auto" begin layer by layer."""
+        self.on = region is True
         self.decision: Decision | None = None
-        self._trial = Trial() if settings.region == "auto" else None
+        self._trial = Trial() if region == "auto" else None
         self.undecided = self._trial is not None
         """Whether calls are still timed."""
         self._inside = False
@@ -153,7 +149,7 @@ class RegionChoice:
             self._trial.group = group
 
     def __str__(self) -> str:
-        """Return what was decided, and from which figures."""
+        """Return the decision, and the figures behind it."""
         if self.decision is not None:
             return f"COC_REGION=auto: {self.decision}"
         if self._trial is not None:
@@ -284,9 +280,7 @@ class Trial:
         by_rank = store_all_gather(
             self.group, "the decision of COC_REGION=auto", mine, DisagreementError, topic="region"
         )
-        seconds, host = (
-            [max(turn) for turn in zip(*(each[name] for each in by_rank.values()), strict=True)] for name in mine
-        )
+        seconds, host = (slowest([each[name] for each in by_rank.values()]) for name in mine)
         return decide(seconds, host)
 
 

@@ -1,4 +1,4 @@
-"""Connect the chunk tuner to patched layers: create the tuner, check a plan."""
+"""Connect the decider to patched layers: create it, check a plan."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ import torch.distributed as dist
 
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Plan, UnreadPlan, differences, this_machine
-from ascend_parallel.tuning.measured.tuner import CHUNKS, Tuner
+from ascend_parallel.tuning.measured.decider import CHUNKS, Decider
 
 log = logging.getLogger("ascend_parallel")
 
 
-def tuner_of(settings: Settings) -> Tuner | None:
-    """Return a tuner of chunk sizes if the settings request tuning and run chunks; else None.
+def decider_of(settings: Settings, *, measures: bool) -> Decider:
+    """Return the decider of a framework's layers and exchanges; measures: whether these are measured as they come.
 
-    Calls for which the tuner chooses a single chunk run the framework's own layer, unless the settings request more
-    than chunks.
+    Calls that are fastest in a single chunk run the framework's own layer, unless the settings request more than
+    chunks.
     """
-    if not settings.tune and not settings.auto:
-        return None
     option = "COC_TUNE" if settings.tune else "COC_PARALLEL_NUM=auto"
-    if not settings.tunes:
+    if measures and (settings.tune or settings.auto) and not settings.tunes:
         why = "USE_COC_FUSED_KERNEL=1 runs without chunks" if settings.fused else f"COC_MODE={settings.mode}"
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("%s has no effect: %s", option, why)
-        return None
     observed = settings.verify_every or settings.timeline is not None
     differs = settings.deterministic or not settings.recompute_all_gather or bool(settings.customized_coc)
-    return Tuner(settings, original_if_whole=not (observed or differs))
+    return Decider(settings, measures=measures, original_if_whole=not (observed or differs))
 
 
 def all_kept_whole(settings: Settings) -> str | None:

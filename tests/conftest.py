@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,8 @@ def pytest_report_header():
 def pytest_addoption(parser):
     parser.addoption("--promise", metavar="name", help="run the tests of one row of docs/promises.md")
     parser.addoption("--part", default="1/1", metavar="k/n", help="run the k-th of n parts of the chosen tests")
+    parser.addoption("--until", type=float, metavar="seconds", help="start no test after this time (of `date +%%s`)")
+    parser.addoption("--order", metavar="text", help="shuffle the files by this text, such as a commit")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,7 +92,8 @@ class Part:
     """Keep one of several parts of the chosen tests: whole files, about as many tests in each part.
 
     Processes that share the files (``--no-loadscope-reorder``) take them in this order: first the long ones, so that
-    no process is left with one at the end while the others have nothing to do, then by their numbers of tests.
+    no process is left with one at the end while the others have nothing to do, then by their numbers of tests. With
+    ``--order`` the files are shuffled: a run that its clock cuts off leaves out other files at another commit.
     """
 
     @staticmethod
@@ -103,11 +108,39 @@ class Part:
             kept |= {path} if smallest == part - 1 else set()
         config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
         items[:] = [item for item in items if item.path in kept]
-        if hasattr(config, "workerinput"):
+        if order := config.getoption("order"):
+            files = sorted({str(item.path) for item in items})
+            random.Random(order).shuffle(files)
+            items.sort(key=lambda item: files.index(str(item.path)))
+        elif hasattr(config, "workerinput"):
             items.sort(key=lambda item: (not str(item.path).endswith(LONG), -counts[item.path], str(item.path)))
 
 
+class Clock:
+    """Skip what is left once the time is over, and list in the summary how many tests of which file that are."""
+
+    LEFT_OUT = "the time of this run was over"
+
+    def __init__(self, until):
+        self.until = until
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        if time.time() > self.until:
+            pytest.skip(self.LEFT_OUT)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        skipped = terminalreporter.stats.get("skipped", [])
+        files = [report.nodeid.partition("::")[0] for report in skipped if self.LEFT_OUT in str(report.longrepr)]
+        if files:
+            terminalreporter.section(f"{len(files)} tests were not run: {self.LEFT_OUT}")
+        for name, count in sorted(collections.Counter(files).items()):
+            terminalreporter.write_line(f"{count:5} {name}")
+
+
 def pytest_configure(config):
+    if config.getoption("until"):
+        config.pluginmanager.register(Clock(config.getoption("until")))
     if config.getoption("promise"):
         config.pluginmanager.register(Promise())
     config.pluginmanager.register(Part())

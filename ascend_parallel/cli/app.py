@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ascend_parallel.cli.audit import audit
 from ascend_parallel.cli.bench import bench, tune
 from ascend_parallel.cli.checkpoint import app as checkpoint
-from ascend_parallel.cli.commands import Command, Commands
+from ascend_parallel.cli.commands import Command, Commands, PlainCommand
 from ascend_parallel.cli.doctor import doctor
 from ascend_parallel.cli.explain import explain
 from ascend_parallel.cli.options import RAREST
@@ -34,12 +35,13 @@ app = typer.Typer(
 )
 app.command(cls=Command)(doctor)
 app.command("try", cls=Command)(try_overlap)
+app.command(cls=PlainCommand)(audit)
 app.command(cls=Command)(explain)
-app.command(cls=Command, help=EXAMPLES)(predict)
+app.command(cls=PlainCommand, help=EXAMPLES)(predict)
 app.command(cls=Command)(bench)
 app.command(cls=Command)(tune)
 app.command(cls=Command)(report)
-app.command(cls=Command)(timeline)
+app.command(cls=PlainCommand)(timeline)
 app.command(cls=Command)(propagate)
 app.command(cls=Command)(strategy)
 app.command(cls=Command)(plan_training)
@@ -138,6 +140,16 @@ def verify(
     degrees: str | None = typer.Option(
         None, "--degrees", metavar="1,2,4", help="Start the script at these degrees instead, and compare their bits."
     ),
+    against_server: str | None = typer.Option(
+        None, "--against-server", metavar="CHECKPOINT", help="Compare the logprobs of vLLM and transformers instead."
+    ),
+    prompts: str | None = typer.Option(
+        None, "--prompts", metavar="FILE", help="For --against-server: a list of token ids in JSON on each line."
+    ),
+    tp: int = typer.Option(1, "--tp", metavar="RANKS", help="For --against-server: the ranks of transformers."),
+    server_tp: int = typer.Option(1, "--server-tp", metavar="RANKS", help="For --against-server: the ranks of vLLM."),
+    new: int = typer.Option(16, "--new", metavar="TOKENS", help="For --against-server: tokens that vLLM adds."),
+    dtype: str = typer.Option("float32", "--dtype", help="For --against-server: float32 or bfloat16."),
     as_json: bool = typer.Option(False, "--json", help="Rank 0 prints the results as a last line of JSON."),
 ) -> None:
     """Run a training script with overlap, and compare its layers with the framework's own.
@@ -150,5 +162,7 @@ def verify(
       COC_PARALLEL_NUM=4 torchrun --nproc-per-node 8 -m ascend_parallel verify --every 10 train.py --layers 32
 
       ascend-parallel verify --degrees 1,2,4 train.py --layers 4
+
+      ascend-parallel verify --against-server CHECKPOINT --prompts prompts.jsonl --tp 2 --server-tp 4
     """
     raise AssertionError("ascend_parallel.__main__ runs this without importing the command line")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ascend_parallel.cli.options import (
-    DEVICE_DTYPES,
     DTYPES,
     MOST_ROWS,
     TP_HERE,
@@ -25,13 +24,13 @@ from ascend_parallel.cli.options import (
     dtype_of,
 )
 from ascend_parallel.cli.output import console, errors, needs_file, refuse_unread
+from ascend_parallel.devices import CPU, DEVICES
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel.tuning.launch.user_namespaces import LinkError
 
 if TYPE_CHECKING:
     from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
 
-WIDTH = 160  # of output that is not a terminal
 
 RanksOption = Annotated[int, typer.Option("--tp", min=2, max=64, help="Processes to start on this machine.")]
 ScaleOption = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="For --model: divide its widths by this number.")]
@@ -71,7 +70,7 @@ def bench(
     micro_batch: BatchOption = 1,
     scale: ScaleOption = 1,
     sequence_parallel: ParallelOption = True,
-    dtype: DtypeOption = DEVICE_DTYPES["cpu"],
+    dtype: DtypeOption = CPU.dtype,
     chunks: ChunksOption = "2,4,8",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
@@ -114,7 +113,7 @@ def bench(
 
       ascend-parallel bench --framework vllm --shape 2048,1024,768 --link 1gbit
     """
-    from ascend_parallel.cli.bench_request import FRAMEWORKS, request_of
+    from ascend_parallel.cli.bench_request import TIMED_FRAMEWORKS, request_of
     from ascend_parallel.tuning.bench.results import plot, result_rows, show
 
     if moe is not None or context is not None:
@@ -128,7 +127,7 @@ def bench(
     with errors("bench", LinkError):
         if plot_file is not None:
             needs_file("--plot", plot_file)
-        timed = None if framework is None else lookup("--framework", framework, FRAMEWORKS)
+        timed = None if framework is None else lookup("--framework", framework, TIMED_FRAMEWORKS)
         if timed is not None:
             refuse_unread(ctx, "--framework")
         asked = model, shape, layer, tp, seq, micro_batch, scale, sequence_parallel, dtype, chunks, rounds, link, device
@@ -140,7 +139,7 @@ def bench(
         if as_json:
             typer.echo(json.dumps(request.report(measured, rows), indent=1))
         else:
-            show(rows, request.conditions(measured), console(WIDTH), every=every or bool(orders))
+            show(rows, request.conditions(measured), console(), every=every or bool(orders))
         if plot_file is not None:
             plot(rows, request.conditions(measured), plot_file)
 
@@ -161,7 +160,7 @@ class _PartsRequest:
     groups: list[int]
 
     def call(self, function: str, as_json: bool, ranks: int, **options: Any) -> dict[str, Any]:
-        """Return what a function of the module returns on new ranks."""
+        """Run a function of the module on new ranks and return its result."""
         from ascend_parallel.cli.bench_request import call_with_progress
 
         asked = {"case": asdict(self.case), "groups": self.groups, **options}
@@ -181,7 +180,7 @@ def _parts_of(
     *,
     every_exchange: bool = False,
 ) -> _PartsRequest:
-    """Return what --moe or --context asks for; raises `PlanningError` for what is not allowed.
+    """Return the request of --moe or --context; raises `PlanningError` for what is not allowed.
 
     every_exchange: as many groups as any exchange allows, not only the one that runs.
     """
@@ -222,7 +221,7 @@ def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, a
     conditions = (
         f"{parts.case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
     )
-    show(measured["times"], measured["auto"], conditions, console(WIDTH))
+    show(measured["times"], measured["auto"], conditions, console())
 
 
 def tune(
@@ -235,7 +234,7 @@ def tune(
     micro_batch: BatchOption = 1,
     scale: ScaleOption = 1,
     sequence_parallel: ParallelOption = True,
-    dtype: DtypeOption = DEVICE_DTYPES["cpu"],
+    dtype: DtypeOption = CPU.dtype,
     chunks: ChunksOption = "2,3,4,6,8,12",
     rounds: RoundsOption = 15,
     link: LinkOption = None,
@@ -301,7 +300,7 @@ def tune(
         return
     if parts is None:
         rows = result_rows(request.names, measured["passes"])
-        show(rows, request.conditions(measured), console(WIDTH), kept=True)
+        show(rows, request.conditions(measured), console(), kept=True)
     else:
         typer.echo(f"{parts.case}: {_in_words(read_plan(measured['plan']).entries[0])}")
     won = sum(len(entry.sizes) > 1 for entry in plan.entries)
@@ -312,11 +311,12 @@ def _check_plan(file: Path, ranks: int, device: str) -> None:
     """Refuse a file that is no plan, and a plan that was measured elsewhere: neither is overwritten."""
     import torch
 
-    from ascend_parallel.tuning.launch.devices import BACKENDS
     from ascend_parallel.tuning.measured.chunk_plan import load_plan, this_machine
 
     if file.exists():
-        here = replace(this_machine(ranks, torch.device(device), BACKENDS[device]), threads=1)  # as the ranks have
+        here = replace(
+            this_machine(ranks, torch.device(device), DEVICES[device].backend), threads=1
+        )  # as the ranks have
         _refuse_elsewhere(file, load_plan(str(file), "--out"), here)
     needs_file("--out", file, made=True)
 

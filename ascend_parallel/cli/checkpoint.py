@@ -25,7 +25,6 @@ from ascend_parallel.tuning.cost_model.tables import lookup
 if TYPE_CHECKING:  # imported where it is used: the import takes a second
     from ascend_parallel.training.checkpoint import CheckpointReader
 
-WIDTH = 120  # of output to a file
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Show, compare and convert checkpoints."
@@ -56,7 +55,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(description, indent=1))
         return
-    console(WIDTH, highlight=False).print(_tree(description, full))
+    console(highlight=False).print(_tree(description, full))
 
 
 @app.command(cls=Command, name="convert")
@@ -81,14 +80,13 @@ def convert_command(
       ascend-parallel checkpoint convert iter_0001000 checkpoints --to dcp
     """
     needs_sharding("checkpoint")
-    from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import FORMATS, convert, open_source
 
     with errors("checkpoint", CheckpointError):
         form = lookup("--to", to, {name: name for name in FORMATS})
         target = None if dtype is None else dtype_of(dtype)
-        source = open_source(path, step, [megatron_format])
+        source = open_source(path, step)
         with _progress("converting", len(source.kinds), as_json) as progress:
             written = convert(source, out, form, target, progress)
     typer.echo(json.dumps({"written": str(written)}) if as_json else f"written: {written}")
@@ -106,12 +104,11 @@ def diff(
     Example: ascend-parallel checkpoint diff checkpoints/step-00000010 checkpoints/step-00000020
     """
     needs_sharding("checkpoint")
-    from ascend_parallel.patches.megatron.checkpoint import megatron_format
     from ascend_parallel.training.checkpoint import CheckpointError
     from ascend_parallel.training.checkpoint.convert import compare, open_source
 
     with errors("checkpoint", CheckpointError):
-        left, right = (open_source(path, others=[megatron_format]) for path in (first, second))
+        left, right = (open_source(path) for path in (first, second))
         with _progress("comparing", len(left.kinds), as_json) as progress:
             differences = list(compare(left, right, progress))
     if as_json:
@@ -123,7 +120,7 @@ def diff(
         table = Table("name", "differs", box=box.SIMPLE, padding=(0, 1, 0, 0))
         for row in fold([name for name, _ in differences], [how for _, how in differences], full=full):
             table.add_row(f"{row.label}{row.times}", differences[row.first][1])
-        console(WIDTH, highlight=False).print(table)
+        console(highlight=False).print(table)
     if differences:
         raise typer.Exit(1)
 

@@ -33,6 +33,10 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
+class PlainCommand(TyperCommand):
+    """A command that calls no layer, and for which the settings of the environment mean nothing: it needs no torch."""
+
+
 class Commands(TyperGroup):
     """A group of commands."""
 
@@ -86,7 +90,11 @@ def _line(error: Any, words: Sequence[str]) -> str:
         return str(error.ctx.get_help())
     message = " ".join(error.format_message().split()).rstrip(".")
     command = words[0] if error.ctx is None else error.ctx.command_path.partition(" ")[2] or error.ctx.info_name
-    value = _given(getattr(error, "param", None), words)
+    param = getattr(error, "param", None)
+    if param is not None and type(error).__name__ == "MissingParameter" and param.param_type_name == "argument":
+        name = param.metavar or param.name.upper()
+        return f"{command}: {name} is missing: {param.help.rstrip('.')}; --help shows what is allowed"
+    value = _given(param, words)
     return f"{command}: {message}{value}; --help shows what is allowed"
 
 

@@ -15,13 +15,12 @@ from ascend_parallel.cli.output import console, errors, progress_console
 if TYPE_CHECKING:
     from ascend_parallel.diagnostics.doctor import ContextRequest, Report
 
-WIDTH = 120  # of output that is not a terminal
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
 def doctor(
-    group: int = typer.Option(
-        0, metavar="RANKS", min=0, max=16, help="Try every kernel on this number of local processes."
+    group: int | None = typer.Option(
+        None, metavar="RANKS", min=2, max=16, help="Try every kernel on this number of local processes."
     ),
     device: DeviceOption = None,
     context: str | None = typer.Option(
@@ -46,15 +45,13 @@ def doctor(
     from ascend_parallel.diagnostics.doctor import examine
     from ascend_parallel.patch_control import CONTROL
 
-    if group == 1:
-        raise typer.BadParameter("one rank has nothing to communicate: give 2 or more", param_hint="--group")
     if os.environ.get("RANK", "0") != "0":
         return
     with errors("doctor"):
-        place = requested_device(device, max(group, 1), None)
+        place = requested_device(device, group or 1, None)
     shared = None if context is None else _heads(context)
     with progress_console(as_json).status("examining") as line:
-        report = examine(CONTROL, group, lambda step: line.update(f"examining {step}"), place, context=shared)
+        report = examine(CONTROL, group or 0, lambda step: line.update(f"examining {step}"), place, context=shared)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -77,7 +74,7 @@ def _heads(text: str) -> ContextRequest:
 
 
 def _print(report: Report) -> None:
-    out = console(WIDTH)
+    out = console()
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "found", "what to do"):
         table.add_column(column, overflow="fold")

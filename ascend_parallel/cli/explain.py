@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ascend_parallel.cli.options import (
-    DEVICE_DTYPES,
     DTYPES,
     MOST_RANKS,
     TP,
@@ -22,7 +21,9 @@ from ascend_parallel.cli.options import (
     dtype_of,
 )
 from ascend_parallel.cli.output import console, errors, refuse_unread
+from ascend_parallel.devices import DEVICES
 from ascend_parallel.tuning.cost_model.tables import lookup
+from ascend_parallel_autoload.frameworks import FRAMEWORKS
 
 if TYPE_CHECKING:
     from ascend_parallel.ops.registry import Explanation
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 DIRECTIONS = ("forward", "backward")
-WIDTH = 150
-MODULES = {"megatron": "megatron.", "transformers": "transformers.", "torch": "torch.", "deepspeed": "deepspeed."}
+MODULES = {framework.name: f"{framework.package}." for framework in FRAMEWORKS if not framework.opt_in}
 
 
 def explain(
@@ -44,9 +44,9 @@ def explain(
     micro_batch: BatchOption = 1,
     sequence_parallel: ParallelOption = True,
     dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: bfloat16 on an NPU, float32 on a CPU.")
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: float32 on a CPU, else bfloat16.")
     ] = None,
-    device: Annotated[str, typer.Option(help=", ".join(DEVICE_DTYPES))] = "npu",
+    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "npu",
     chip: Annotated[str, typer.Option(help="Name of the NPU, such as Ascend910B1, for its fused operators.")] = "",
     framework: Annotated[
         str | None, typer.Option(help=f"Say too whether its layers are replaced: {', '.join(MODULES)}.")
@@ -69,7 +69,7 @@ def explain(
     from ascend_parallel.settings import current_settings
 
     with errors("explain"):
-        place = lookup("--device", device, {name: name for name in DEVICE_DTYPES})
+        place = lookup("--device", device, {name: name for name in DEVICES})
         prefix = None if framework is None else lookup("--framework", framework, MODULES)
         _, linears = linears_of(
             model,
@@ -79,7 +79,7 @@ def explain(
             micro_batch=micro_batch,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            dtype=dtype_of(dtype or DEVICE_DTYPES[place]),
+            dtype=dtype_of(dtype or DEVICES[place].dtype),
             device=place,
         )
         refuse_unread(ctx, "--shape" if shape else "--model")
@@ -94,7 +94,7 @@ def explain(
 
 
 def _show(state: dict[str, Any] | None, found: list[tuple[ModelLinear, str, Explanation]]) -> None:
-    out = console(WIDTH, highlight=False)
+    out = console(highlight=False)
     if state is not None:
         out.print(f"{state['name']}: {state['state']}", markup=False, soft_wrap=True)
         for patch in state["patches"]:
@@ -106,23 +106,23 @@ def _show(state: dict[str, Any] | None, found: list[tuple[ModelLinear, str, Expl
 
 def _passes(linear: ModelLinear, chip: str, settings: Settings) -> list[tuple[ModelLinear, str, Explanation]]:
     """Return the explanation of each direction of a layer that has a collective."""
-    from ascend_parallel.overlap.choices import explain as explain_problem
-    from ascend_parallel.overlap.chunks import Chunks
+    from ascend_parallel.overlap.choices import explain as explain_call
+    from ascend_parallel.overlap.known import known_in_call, known_of
 
     found = []
     for direction in DIRECTIONS:
-        problem = linear.problem(direction)
-        if problem is not None:
+        matmul = linear.matmul(direction)
+        if matmul is not None:
             asked = replace(
-                problem,
+                matmul,
                 soc=chip,
                 shm=_shared_memory(),
                 deterministic=settings.deterministic,
                 comm_mode=settings.comm_mode,
                 fused_ranks=settings.fused_ranks,
             )
-            chunks = Chunks.for_call(settings, linear.shape, direction)
-            found.append((linear, direction, explain_problem(asked, chunks.settings, chunks.reason)))
+            known = known_in_call(settings, known_of(settings), linear.shape, direction)
+            found.append((linear, direction, explain_call(asked, settings, known)))
     return found
 
 
@@ -135,7 +135,7 @@ def _shared_memory() -> str | None:
 
 
 def _state(name: str, prefix: str) -> dict[str, Any]:
-    """Return whether a framework's layers are replaced on this machine, with the methods and their reasons."""
+    """Tell whether a framework's layers are replaced on this machine, with the methods and their reasons."""
     from ascend_parallel.patch_control import CONTROL
 
     misfits = CONTROL.try_apply() if CONTROL.status().settings.enabled else {}
@@ -150,19 +150,18 @@ def _state(name: str, prefix: str) -> dict[str, Any]:
 
 
 def _plain(linear: ModelLinear, direction: str, reasons: Explanation) -> dict[str, Any]:
-    from ascend_parallel.ops.registry import name_of
 
-    choice = reasons.choice
+    decision = reasons.decision
     return {
         "layer": linear.name,
         "kind": linear.shape.kind,
         "direction": direction,
-        "problem": name_of(choice.problem),
-        "operator": choice.problem.operator,
-        "kernel": choice.kernel,
-        "chunks": len(choice.sizes),
-        "sizes": list(choice.sizes),
-        "reason": choice.reason,
-        "unmet": choice.unmet,
+        "problem": decision.call.in_words,
+        "operator": decision.call.operator,
+        "kernel": decision.kernel,
+        "chunks": len(decision.sizes),
+        "sizes": list(decision.sizes),
+        "reason": decision.reason,
+        "unmet": decision.unmet,
         "kernels": reasons.kernels,
     }

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-DEVICE_DTYPES = {"npu": "bfloat16", "cpu": "float32"}  # of layers, unless the user names another
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 30
 RAREST, MOST_GROUPS = 999_999_999, 64  # settings.RAREST and MAX_CHUNKS, whose module needs torch
 # Parameters of bench, tune and explain that a way to name the layers does not read, or layers of a framework.

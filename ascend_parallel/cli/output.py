@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ascend_parallel.cli.options import UNREAD_BY
 from ascend_parallel.tuning.launch.ranks import RankError
 
 Value = TypeVar("Value")
 
+WIDTH = 80  # of output that is not a terminal
 
-def console(width: int, *, highlight: bool = True) -> Console:
-    """Return a console for stdout; output that is not a terminal has `width` columns."""
+
+def console(width: int = WIDTH, *, highlight: bool = True) -> Console:
+    """Return a console for stdout; output that is not a terminal has `width` columns, or those of COLUMNS."""
     found = Console(highlight=highlight)
-    if not found.is_terminal:
+    if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = width
     return found
 
@@ -29,6 +32,20 @@ def console(width: int, *, highlight: bool = True) -> Console:
 def progress_console(as_json: bool) -> Console:
     """Return the console of progress lines, on stderr: silent without a terminal, and for output in JSON."""
     return Console(stderr=True, quiet=as_json)
+
+
+@contextmanager
+def progress_lines(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line of progress on stderr: in the place of the last one on a terminal.
+
+    Elsewhere, as in a log of hours, each line stays; beside JSON there is none.
+    """
+    console = progress_console(as_json)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield lambda line: status.update(escape(line))
+    else:
+        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def needs_file(option: str, file: Path, *, made: bool = False) -> None:

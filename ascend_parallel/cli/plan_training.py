@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ascend_parallel.cli.options import MINDFORMERS, MOST_GROUPS
-from ascend_parallel.cli.output import errors, needed, needs_file, needs_sharding, progress_console
+from ascend_parallel.cli.output import console, errors, needed, needs_file, needs_sharding, progress_console
 from ascend_parallel.cli.propagate import HARDWARE, build_model, bytes_of, refuse_sizes
 from ascend_parallel.text import size_of
 from ascend_parallel.tuning.cost_model.hardware import DEFAULT_HARDWARE, find_hardware
@@ -128,14 +127,13 @@ def plan_training(
         more = {"file": str(file), "planned": vars(planned)} | ({} if run is None else {"mindformers": run.as_dict()})
         typer.echo(json.dumps(as_dict(found) | more, indent=1))
         return
-    if run is not None:
-        typer.echo(f"{run.report()}\n")
-    terminal = Console()
-    typer.echo(text(found, terminal.width if terminal.is_terminal else None))
+    typer.echo(text(found, console().width))
     for candidate, size in zip(found.best, planned.too_large, strict=False):
         typer.echo(f"left out: {candidate}; planned as a whole it needs {size_of(size)}")
     typer.echo(f"the plan of the whole model: {size_of(planned.memory)} a rank, without buffers")
     typer.echo(f"wrote {file}: {best}")
+    if run is not None:
+        typer.echo(f"\n{run.report()}")
 
 
 def _searched(

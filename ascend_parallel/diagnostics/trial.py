@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from ascend_parallel.diagnostics.audit.account import RankTime
+from ascend_parallel.diagnostics.audit.events import ProfileError
+from ascend_parallel.diagnostics.audit.report import Audit, audit
 from ascend_parallel.diagnostics.step_record import VARIABLE
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.tuning.bench.results import interval
+from ascend_parallel.tuning.launch.process_tree import process_tree
+from ascend_parallel.tuning.launch.signals import signals_as_exceptions
 
 PLAIN, OVERLAPPED, RECORDED = "plain", "overlapped", "recorded"
 # Steps at the beginning that are not timed: `auto` measures in the first, and memory is allocated.
@@ -28,7 +32,9 @@ LOSS = re.compile(r"\bloss\b[^\d\n+-]{0,24}([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)
 SAID = re.compile(r"ascend_parallel: (overlap is .*|.*linear layers? (?:is |are )?.*covered.*)")
 # The variables that would measure, check or record beside the trial.
 OTHERS = ("COC_PARALLEL_NUM", "COC_MODE", "COC_VERIFY", "COC_TIMELINE", "COC_DIGESTS")
-END_PATIENCE = 10.0
+OUTPUT = "; its output ends:"
+TELL_SECONDS = 10.0  # between two lines of progress
+PATIENCE = 10.0  # seconds that a launch has to end after SIGTERM
 
 
 class TrialError(RuntimeError):
@@ -37,12 +43,23 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What one run left: seconds of each step (the slowest rank's), digests by rank and step, losses, log lines."""
+    """What one run left: seconds of each step (the slowest rank's), digests by rank and step, losses, log lines.
+
+    profiled
+        Where the time of one forward and backward went, the mean over the ranks; None without a profile.
+    unprofiled
+        Why there is no profile.
+    foreseen
+        Ms of a step that this package could save by the profile; None without one.
+    """
 
     seconds: tuple[float, ...]
     digests: tuple[tuple[str | None, ...], ...]
     losses: tuple[str, ...]
     said: tuple[str, ...]
+    profiled: RankTime | None = None
+    unprofiled: str = ""
+    foreseen: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +75,15 @@ class TrialResult:
     comm_ms, exposed_ms
         Milliseconds of the collectives of a step's layers, and those in which a rank computed nothing, waits included;
         None if no layer was recorded.
+    unrecorded
+        Why the third run has no record, with the end of its output; "" if it ended well.
+    plain_profile, overlapped_profile
+        Where the time of one forward and backward went, by a profile behind the timed steps (docs/audit.md); None
+        without one.
+    unprofiled
+        Why there is no profile; "" if there is one.
+    foreseen_ms
+        What `audit` says of the plain run's profile: ms of a step that overlap saves by the cost model.
     """
 
     command: Sequence[str]
@@ -73,8 +99,13 @@ class TrialResult:
     plain_losses: tuple[str, ...] = field(repr=False)
     losses: tuple[str, ...] = field(repr=False)
     said: tuple[str, ...]
-    comm_ms: float | None
-    exposed_ms: float | None
+    comm_ms: float | None = None
+    exposed_ms: float | None = None
+    unrecorded: str = ""
+    plain_profile: RankTime | None = None
+    overlapped_profile: RankTime | None = None
+    unprofiled: str = ""
+    foreseen_ms: float | None = None
 
     @property
     def covered(self) -> bool:
@@ -88,17 +119,30 @@ class TrialResult:
             return "no layer was overlapped: ascend-parallel doctor says why, and docs/frameworks.md what is covered"
         low, high = self.interval
         if low > 1:
-            return f"overlap helps: {self.ratio:.2f} times as fast"
+            return f"overlap helps: {self.ratio:.2f} times as fast{self._where()}"
         if high < 1:
-            return f"overlap costs time here: {self.ratio:.2f} times as fast; leave it off"
-        return "no difference seen: there is little to hide here, or more steps are needed"
+            return f"overlap costs time here: {self.ratio:.2f} times as fast; leave it off{self._where()}"
+        return f"no difference seen: there is little to hide here, or more steps are needed{self._where()}"
+
+    def _where(self) -> str:
+        """Say where the time went, by the profiles of one step; "" without them."""
+        plain, overlapped = self.plain_profile, self.overlapped_profile
+        if plain is None or overlapped is None:
+            return ""
+        hosts = "" if plain.host is None or overlapped.host is None else f"{plain.host:.1f} and {overlapped.host:.1f}"
+        waits = hosts and f", waiting for the host {hosts} ms"
+        return (
+            f". Of one profiled step exposed communication is {plain.exposed:.1f} ms plain and "
+            f"{overlapped.exposed:.1f} ms overlapped, computation {plain.computing:.1f} and "
+            f"{overlapped.computing:.1f} ms{waits}"
+        )
 
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
         low, high = self.interval
         lines = [
             f"steps     plain {self.plain_ms:.1f} ms, overlapped {self.overlapped_ms:.1f} ms: {self.ratio:.2f} x "
-            f"({low:.2f}-{high:.2f}, 95 %, {self.steps} steps)"
+            f"({low:.2f}-{high:.2f}, 95 %; the median of {self.steps} pairs of steps)"
         ]
         lines += [f"covered   {line}" for line in self.said] or ["covered   the log names no covered layer"]
         lines.append(f"numbers   {self._bits()}")
@@ -109,6 +153,18 @@ class TrialResult:
                 f"exposed   {self.exposed_ms:.2f} ms of a step, in which a rank waited beside its layers' collectives; "
                 f"these take {self.comm_ms:.2f} ms"
             )
+        for name, profile in ((PLAIN, self.plain_profile), (OVERLAPPED, self.overlapped_profile)):
+            if profile is not None:
+                lines.append(f"profile   {name}: {profile.in_words()}")
+        if self.foreseen_ms is not None:
+            lines.append(
+                f"audit     foresaw {self.foreseen_ms:.1f} ms less of a step by the plain profile; "
+                f"{self.plain_ms - self.overlapped_ms:.1f} ms were measured"
+            )
+        if self.unprofiled:
+            lines.append(f"profile   none: {self.unprofiled}")
+        if self.unrecorded:
+            lines.append(f"exposed   not known: {self.unrecorded.partition(OUTPUT)[0]}")
         return [*lines, f"verdict   {self.verdict}"]
 
     def _bits(self) -> str:
@@ -132,7 +188,12 @@ class TrialResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values, with the verdict."""
-        return {**vars(self), "command": list(self.command), "covered": self.covered, "verdict": self.verdict}
+        profiles = {name: None if run is None else asdict(run) for name, run in self._profiles().items()}
+        others = {"command": list(self.command), "covered": self.covered, "verdict": self.verdict}
+        return {**vars(self), **profiles, **others}
+
+    def _profiles(self) -> dict[str, RankTime | None]:
+        return {"plain_profile": self.plain_profile, "overlapped_profile": self.overlapped_profile}
 
 
 def try_overlap(
@@ -142,6 +203,7 @@ def try_overlap(
     limit: float,
     chunks: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
+    on_compared: Callable[[TrialResult], None] = lambda _: None,
 ) -> TrialResult:
     """Run a launch plain, overlapped, and overlapped with a record of its layers; compare.
 
@@ -151,18 +213,24 @@ def try_overlap(
         Steps of the optimizer in each run; the first `WARM_UP` are not timed.
     limit
         Seconds that each run may take.
+    on_compared
+        Takes the comparison of the first two runs, before the third begins.
 
-    Raises `TrialError`; a run that takes too long is ended with all that it started.
+    Raises `TrialError` if one of the first two runs fails; a run that takes too long is ended with all that it started.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        runs: dict[str, TrialRun] = {}
-        for name in (PLAIN, OVERLAPPED, RECORDED):
-            progress(f"{name}: {steps} steps")
-            place = Path(folder) / name
-            place.mkdir()
-            runs[name] = _run(command, name, place, steps, limit, chunks)
-        rows = _rows(Path(folder) / RECORDED / "timeline")
-    plain, overlapped = runs[PLAIN], runs[OVERLAPPED]
+    with signals_as_exceptions(), tempfile.TemporaryDirectory(prefix="ascend_parallel-try-") as folder:
+        trial = TrialRuns(command, steps, limit, chunks, Path(folder), progress)
+        result = _result(command, trial.run(PLAIN), trial.run(OVERLAPPED))
+        on_compared(replace(result, unrecorded="the recorded run was cut off"))
+        try:
+            trial.run(RECORDED)
+        except TrialError as error:
+            return replace(result, unrecorded=str(error))
+        comm, exposed = _rows(Path(folder) / RECORDED / "timeline") or (None, None)
+        return replace(result, comm_ms=comm, exposed_ms=exposed)
+
+
+def _result(command: Sequence[str], plain: TrialRun, overlapped: TrialRun) -> TrialResult:
     count = min(len(plain.seconds), len(overlapped.seconds)) - WARM_UP
     if count < 2:
         raise TrialError(
@@ -184,35 +252,86 @@ def try_overlap(
         plain_losses=plain.losses,
         losses=overlapped.losses,
         said=overlapped.said,
-        comm_ms=rows[0] if rows else None,
-        exposed_ms=rows[1] if rows else None,
+        plain_profile=plain.profiled,
+        overlapped_profile=overlapped.profiled,
+        unprofiled=plain.unprofiled or overlapped.unprofiled,
+        foreseen_ms=plain.foreseen,
     )
 
 
-def _run(command: Sequence[str], name: str, folder: Path, steps: int, limit: float, chunks: str) -> TrialRun:
-    """Run the command once; return what it left."""
-    output = folder / "output.txt"
-    with output.open("wb") as file:
-        try:
-            process = subprocess.Popen(
-                list(command),
-                env=_environ(os.environ, name, folder, steps, chunks),
-                stdin=subprocess.DEVNULL,
+@dataclass(frozen=True)
+class TrialRuns:
+    """The runs of a launch; their files are in `folder`.
+
+    timed
+        Whether steps are timed and digested here; else only counted, and the last one ends the program.
+    wrapped
+        Returns the words that start the command in a folder.
+    """
+
+    command: Sequence[str]
+    steps: int
+    limit: float
+    chunks: str
+    folder: Path
+    progress: Callable[[str], None]
+    timed: bool = True
+    wrapped: Callable[[Sequence[str], Path], Sequence[str]] = lambda command, _: command
+
+    def run(self, name: str) -> TrialRun:
+        """Run the command once; return what it left."""
+        place = self.folder / name
+        place.mkdir()
+        self.progress(f"{name}: {self.steps} steps, {self.limit:g} s at most")
+        began = time.monotonic()
+        output = place / "output.txt"
+        self._launch(name, place, output)
+        found = _read(name, place, output)
+        if not self.timed:
+            self.progress(f"{name}: done in {time.monotonic() - began:.0f} s")
+            return found
+        step = f", {1e3 * median(found.seconds[WARM_UP:]):.1f} ms a step" if found.seconds[WARM_UP:] else ""
+        self.progress(f"{name}: done in {time.monotonic() - began:.0f} s{step}")
+        return found
+
+    def _launch(self, name: str, place: Path, output: Path) -> None:
+        """Start the command and wait for its end; raises `TrialError` for a bad end, or none in time."""
+        environ = _environ(os.environ, name, place, self.steps, self.chunks, self.timed)
+        with (
+            output.open("wb") as file,
+            process_tree(
+                self.wrapped(self.command, place),
+                patience=PATIENCE,
+                folder=self.folder,
+                env=environ,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise TrialError(f"{command[0]} cannot be started: {error.strerror}") from error
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired as error:
-            words = f"the {name} run is not done within {limit:g} s (--limit)"
-            raise TrialError(f"{words}{_end_of(output)}") from error
-        finally:
-            _end_all(process)
-    if code:
-        raise TrialError(f"the {name} run ended with {code}{_end_of(output)}")
+            ) as process,
+        ):
+            code = self._code(process, name, place)
+        if code is None:
+            raise TrialError(f"the {name} run is not done within {self.limit:g} s (--limit){_end_of(output)}")
+        if code:
+            raise TrialError(f"the {name} run ended with {code}{_end_of(output)}")
+
+    def _code(self, process: subprocess.Popen[bytes], name: str, place: Path) -> int | None:
+        """Return the exit status, None if there is none in time; meanwhile tell the steps that are done."""
+        end = time.monotonic() + self.limit
+        while (left := end - time.monotonic()) > 0:
+            try:
+                return process.wait(min(left, TELL_SECONDS))
+            except subprocess.TimeoutExpired:
+                self.progress(f"{name}: {_steps_done(place)} of {self.steps} steps are done")
+        return process.poll()
+
+
+def _steps_done(place: Path) -> int:
+    """Return how many steps the slowest rank that has taken one has taken."""
+    return min((len(path.read_bytes().splitlines()) for path in place.glob("rank*.jsonl")), default=0)
+
+
+def _read(name: str, folder: Path, output: Path) -> TrialRun:
+    """Return the record that a run has left; raises `TrialError` if it has no step."""
     text = output.read_text(encoding="utf-8", errors="replace")
     ranks = [
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -224,15 +343,35 @@ def _run(command: Sequence[str], name: str, folder: Path, steps: int, limit: flo
             f"TORCH_DEVICE_BACKEND_AUTOLOAD=0){_end_of(output)}"
         )
     by_step = list(zip(*ranks, strict=False))
+    audited, unprofiled = step_profile(folder) if name != RECORDED else (None, "")
     return TrialRun(
         seconds=tuple(max(line["seconds"] or 0.0 for line in lines) for lines in by_step),
         digests=tuple(tuple(line["digest"] for line in lines) for lines in by_step),
         losses=tuple(LOSS.findall(text)),
         said=tuple(dict.fromkeys(match[0].removeprefix("ascend_parallel: ") for match in SAID.finditer(text))),
+        profiled=None if audited is None else audited.mean,
+        unprofiled=unprofiled,
+        foreseen=None if audited is None else audited.gain.predicted,
     )
 
 
-def _environ(given: Mapping[str, str], name: str, folder: Path, steps: int, chunks: str) -> dict[str, str]:
+def step_profile(folder: Path) -> tuple[Audit | None, str]:
+    """Return the audit of the profiled step; or None, and why there is none."""
+    traces = sorted(folder.glob("rank*.trace"))
+    if not traces:
+        return None, "the program ended with its last step, runs a profiler of its own, or is on NPUs"
+    ranks = len(list(folder.glob("rank*.jsonl")))
+    if len(traces) < ranks:
+        return None, f"{len(traces)} of {ranks} ranks wrote one"
+    try:
+        return audit(traces), ""
+    except ProfileError as error:
+        return None, str(error)
+
+
+def _environ(
+    given: Mapping[str, str], name: str, folder: Path, steps: int, chunks: str, timed: bool = True
+) -> dict[str, str]:
     """Return the variables of a run: the user's own, but overlap off or on."""
     values = {key: value for key, value in given.items() if key not in OTHERS}
     if name == PLAIN:
@@ -242,35 +381,13 @@ def _environ(given: Mapping[str, str], name: str, folder: Path, steps: int, chun
     if name == RECORDED:
         values["COC_TIMELINE"] = str(folder / "timeline")
         (folder / "timeline").mkdir()
-    return values | {VARIABLE: json.dumps({"folder": str(folder), "steps": steps}), "PYTHONUNBUFFERED": "1"}
-
-
-def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        until = time.monotonic() + END_PATIENCE
-        while number == signal.SIGTERM and time.monotonic() < until and _alive(process):
-            time.sleep(0.05)
-    process.wait()
-
-
-def _alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether any process of the group is left."""
-    process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    wanted = {"folder": str(folder), "steps": steps, "profiles": timed and name != RECORDED, "digests": timed}
+    return values | {VARIABLE: json.dumps(wanted), "PYTHONUNBUFFERED": "1"}
 
 
 def _end_of(output: Path) -> str:
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-    return "; its output ends:\n" + "\n".join(lines) if lines else "; it printed nothing"
+    return f"{OUTPUT}\n" + "\n".join(lines) if lines else "; it printed nothing"
 
 
 def _compared(plain: TrialRun, overlapped: TrialRun) -> tuple[int, int | None]:

@@ -7,9 +7,13 @@ from dataclasses import replace
 import torch
 
 from ascend_parallel.ops import registry
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice, Explanation, usual_chunks
+from ascend_parallel.ops.call import Call, Exchange
+from ascend_parallel.ops.decision import Decision, Known
+from ascend_parallel.ops.registry import Explanation, usual_chunks
 from ascend_parallel.settings import Settings, current_settings
+
+NO_LAYER = "but no layer runs with overlap"
+"""Of a framework whose own code runs in every layer; the reason follows."""
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
@@ -25,27 +29,24 @@ def cast_by_autocast(x: torch.Tensor) -> torch.Tensor:
     return x if dtype == x.dtype else x.to(dtype)
 
 
-def explain(problem: Problem, settings: Settings | None = None, why: str = "") -> Explanation:
-    """Return the kernel and chunks that would run `problem`, with the reason against each other kernel; print it.
+def explain(call: Call, settings: Settings | None = None, known: Known | None = None) -> Explanation:
+    """Return the kernel and chunks that would run `call`, with the reason against each other kernel; print it.
 
     `settings` None: the settings in force. Whether a group can share memory is known only for a real group, so set
-    ``shm`` in a problem described by hand (``shm=None``: it can). `why`: the reason for these settings, if they are
-    not the user's.
+    ``shm`` in a `Matmul` described by hand (``shm=None``: it can). `known`: what decides beside the settings; None:
+    their plan alone.
     """
     given = current_settings() if settings is None else settings
-    explanation = registry.explain(problem, given)
-    choice = explanation.choice
-    if why:
-        choice = replace(choice, reason=f"{why}; {choice.reason}")
-    return replace(explanation, choice=choice, region=explain_region(choice, given))
+    explanation = registry.explain(call, given, known)
+    return replace(explanation, region=explain_region(explanation.decision, given))
 
 
-def explain_region(choice: Choice, settings: Settings) -> str:
-    """Return what becomes of a layer's rows in a region, in words; "" without `settings.region`."""
-    if not settings.region:
+def explain_region(decision: Decision, settings: Settings) -> str:
+    """Return the fate of a layer's rows in a region, in words; "" without `settings.region`."""
+    if not settings.region or isinstance(decision.call, Exchange):
         return ""
-    rows, count = choice.problem.rows, len(choice.sizes)
-    if choice.kernel != "chunked":
+    rows, count = decision.call.rows, len(decision.sizes)
+    if decision.kernel != "chunked":
         what = "rows are finished in the layer: its kernel has no chunks that can be waited for one by one"
     elif count < 2 or rows < count * settings.region_rows:
         what = f"rows are finished in the layer: {rows} rows in {count} chunks, at least {settings.region_rows} in each"

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange, heads_exchange
+from ascend_parallel.ops.decision import Decision, Known
 from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
 from ascend_parallel.ops.key_gather import (
     GATHER,
@@ -44,19 +46,17 @@ from ascend_parallel.ops.key_gather import (
     keys_before,
     pieces_of,
 )
-from ascend_parallel.ops.operators import log_once
+from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.ops.part_exchange import Route, Rows, own_route, part_exchange
-from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem, heads_problem
 from ascend_parallel.ops.record import recorded_pass
-from ascend_parallel.ops.registry import Choice, choose
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 
-Part = HeadGroup | KeyGroup
-Attention = Callable[[Part, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Heads = HeadGroup | KeyGroup
+Attention = Callable[[Heads, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``attention(heads, q, k, v)`` of whole sequences, [S, B, n, D] each, with the tokens in the order of the ranks.
 
 With `GATHER` only k and v are of whole sequences; q [s, B, n, D] has this rank's tokens. It returns o like q, must be a
@@ -73,15 +73,15 @@ class AttentionCall:
     """The options of `run_attention` that are no tensors."""
 
     attention: Attention
-    groups: Sequence[Part]
+    groups: Sequence[Heads]
     group: dist.ProcessGroup
-    choice: Choice
+    decision: Decision
     graded: bool
 
     @property
     def gathers(self) -> bool:
         """Whether keys and values are gathered."""
-        return self.choice.problem.operator == KEY_GATHER
+        return self.decision.call.operator == KEY_GATHER
 
     @property
     def lends(self) -> bool:
@@ -97,6 +97,7 @@ def run_attention(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     exchange: str = HEADS,
     borrower: int | None = None,
 ) -> torch.Tensor:
@@ -110,6 +111,8 @@ def run_attention(
     theirs. `GATHER`: a rank computes the rows of its tokens; gradients of k and v are sums over the ranks, in their
     order. In any number of groups the bits are the same.
 
+    known: what decides the groups beside the settings; None: their plan alone.
+
     borrower: with `GATHER`, the rank of `group` with which this one exchanges the second half of its queries, and of
     their results: `attention` then gets the rows that stay, and those of the borrower. None: all rows stay.
 
@@ -121,14 +124,14 @@ def run_attention(
     )
     confirm_shapes(q, k, v, group, operator=KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
     q, k, v = _spread(q, k, v, group, exchange)
-    choice = attention_choice(q, k, v, group, settings, exchange)
+    decision = attention_decision(q, k, v, group, settings, known, exchange)
     lengths = [len(q)] * group.size()
-    kind: type[Part] = KeyGroup if exchange == GATHER else HeadGroup
-    groups: Sequence[Part] = kind.cut(choice.sizes, lengths, group.rank())
+    kind: type[Heads] = KeyGroup if exchange == GATHER else HeadGroup
+    groups: Sequence[Heads] = kind.cut(decision.sizes, lengths, group.rank())
     if borrower is not None:
         groups = [LentKeyGroup(each.heads, each.of, each.lengths, each.rank, borrower) for each in groups]
     graded = torch.is_grad_enabled()
-    call = AttentionCall(attention=attention, groups=groups, group=group, choice=choice, graded=graded)
+    call = AttentionCall(attention=attention, groups=groups, group=group, decision=decision, graded=graded)
     output: torch.Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return output
 
@@ -144,30 +147,29 @@ def _spread(
     return q, k, v
 
 
-def attention_problem(
+def attention_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, exchange: str = HEADS
-) -> Problem:
-    """Return the problem of an exchange of q, k and v, as `run_attention` takes them."""
+) -> Exchange:
+    """Return the exchange of q, k and v, as `run_attention` takes them."""
     heads = cut_heads(q.shape[2], k.shape[2], group.size(), exchange)
     of_keys = k.shape[2:].numel() + v.shape[2:].numel()
     if exchange == GATHER:
-        return heads_problem(KEY_GATHER, heads, group.size() * k.shape[:2].numel(), of_keys, q, group)
+        return heads_exchange(KEY_GATHER, heads, group.size() * k.shape[:2].numel(), of_keys, q, group)
     features = q.shape[2:].numel() + heads * group.size() // k.shape[2] * of_keys
-    return heads_problem(HEAD_EXCHANGE, heads, group.size() * q.shape[:2].numel(), features, q, group)
+    return heads_exchange(HEAD_EXCHANGE, heads, group.size() * q.shape[:2].numel(), features, q, group)
 
 
-def attention_choice(
+def attention_decision(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     exchange: str = HEADS,
-) -> Choice:
-    """Return in how many groups q, k and v are exchanged: the same on every rank."""
-    choice = choose(attention_problem(q, k, v, group, exchange), settings)
-    log_once(choice)
-    return choice
+) -> Decision:
+    """Decide in how many groups q, k and v are exchanged: the same on every rank."""
+    return decided_exchange(attention_call(q, k, v, group, exchange), group, settings, known)
 
 
 def attention_in_turn(
@@ -323,7 +325,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
-        confirm_gradients(ctx.needs_input_grad[:3], ctx.call.group, ctx.call.choice.problem.operator)
+        confirm_gradients(ctx.needs_input_grad[:3], ctx.call.group, ctx.call.decision.call.operator)
         with ctx.saved.given(saved), recorded_pass(ctx, "attention", "backward", d_output.device.type):
             return _backward(ctx, d_output)
 
@@ -335,7 +337,7 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
     needs = [call.graded and need for need in ctx.needs_input_grad[:3]]
     output = q.new_empty(*q.shape[:3], v.shape[3])
 
-    def attended(heads: Part, given: Rows) -> torch.Tensor:
+    def attended(heads: Heads, given: Rows) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return _checked(call.attention(heads, q, k, v), q, v)
 
@@ -343,7 +345,7 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
         ctx.graphs.append(graph)
         return graph.run(run, given, needs)
 
-    def attend(_: int, heads: Part, received: Rows) -> Rows:
+    def attend(_: int, heads: Heads, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
             return [attended(heads, received)]
         if isinstance(heads, LentKeyGroup):
@@ -355,14 +357,14 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
 
     if call.lends:
         rows, lent = [_lent(q), *operands[1:]], [_lent(output)]
-        routes: list[Route[Part]] = [_lent_route, own_route, own_route]
+        routes: list[Route[Heads]] = [_lent_route, own_route, own_route]
         part_exchange(
-            rows, call.groups, attend, lent, call.group, call.choice, routes=routes, routes_back=[_lent_route]
+            rows, call.groups, attend, lent, call.group, call.decision, routes=routes, routes_back=[_lent_route]
         )
     elif call.gathers:
-        part_exchange(operands[1:], call.groups, attend, [], call.group, call.choice)
+        part_exchange(operands[1:], call.groups, attend, [], call.group, call.decision)
     else:
-        part_exchange(operands, call.groups, attend, [output], call.group, call.choice)
+        part_exchange(operands, call.groups, attend, [output], call.group, call.decision)
     return output
 
 
@@ -371,7 +373,7 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
     call: AttentionCall = ctx.call
     gradients = [like.empty() if need else None for like, need in zip(ctx.likes, ctx.needs_input_grad, strict=False)]
 
-    def attend(index: int, heads: Part, received: Rows) -> Rows:
+    def attend(index: int, heads: Heads, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
             found = ctx.graphs[index].gradients(received[0], range(3))
             return [d_x for d_x, wanted in zip(found, gradients, strict=True) if wanted is not None]
@@ -390,15 +392,15 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
         d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
         sums = [d_x for d_x in gradients[1:] if d_x is not None]
         rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_route] * len(d_lent)
-        routes: list[Route[Part]] = [*lent, *([own_route] * len(sums))]
+        routes: list[Route[Heads]] = [*lent, *([own_route] * len(sums))]
         part_exchange(
-            rows, call.groups, attend, results, call.group, call.choice, routes=[_lent_route], routes_back=routes
+            rows, call.groups, attend, results, call.group, call.decision, routes=[_lent_route], routes_back=routes
         )
     elif not call.gathers:
         wanted = [d_x for d_x in gradients if d_x is not None]
-        part_exchange([d_output], call.groups, attend, wanted, call.group, call.choice)
+        part_exchange([d_output], call.groups, attend, wanted, call.group, call.decision)
     elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
-        part_exchange([], call.groups, attend, sums, call.group, call.choice)
+        part_exchange([], call.groups, attend, sums, call.group, call.decision)
     else:  # frozen keys and values: nothing comes back
         for index, keys in enumerate(call.groups):
             attend(index, keys, [])
@@ -410,7 +412,7 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
     return x[kept_rows(len(x)) :]
 
 
-def _lent_route(keys: Part) -> LentRows:
+def _lent_route(keys: Heads) -> LentRows:
     assert isinstance(keys, LentKeyGroup)
     return keys.lent
 

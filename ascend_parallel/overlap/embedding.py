@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.chunked import reduce_and_place, start_gathers
 from ascend_parallel.ops.collectives import reduce_scatters
+from ascend_parallel.ops.decision import Decision, because
 from ascend_parallel.ops.operators import in_timeline, rows_of, shaped
 from ascend_parallel.ops.pending import Pending
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.ops.registry import Choice
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.unfinished import unfinished
-from ascend_parallel.overlap.chunks import region_chunks
+from ascend_parallel.overlap.known import region_chunks
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
 
 COUNTED = "region embedding"
@@ -70,7 +70,7 @@ class _Summed(torch.autograd.Function):
             return dy, None, None, None
         rows = tuple(ctx.batch * size for size in ctx.sizes)
         with _recorded(ALL_GATHER, dy, ctx.sizes, 0, ctx.layer.group):
-            gathering, _ = start_gathers(rows_of(dy), ctx.layer.group, rows, ALL_GATHER)
+            gathering = start_gathers(rows_of(dy), ctx.layer.group, rows, ALL_GATHER)
             return gathering.wait().view(-1, ctx.batch, dy.shape[-1]), None, None, None
 
 
@@ -111,5 +111,5 @@ def _recorded(
     operator: str, y: torch.Tensor, sizes: Sizes, vocabulary: int, group: dist.ProcessGroup
 ) -> AbstractContextManager[object]:
     """Return a context that records the call in a timeline: as the product of rows that choose tokens, and a weight."""
-    problem = Problem(operator, y.shape[:-1].numel(), vocabulary, y.shape[-1], y.dtype, y.device.type, group.size())
-    return in_timeline(Choice(problem, "chunked", sizes, None, "the sum behind an embedding"), group)
+    matmul = Matmul(operator, y.shape[:-1].numel(), vocabulary, y.shape[-1], y.dtype, y.device.type, group.size())
+    return in_timeline(Decision(matmul, "chunked", sizes, None, (because("embedding"),)), group)

@@ -17,7 +17,7 @@ has a shared expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,20 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_choice, expert_exchange
+from ascend_parallel.ops.call import experts_exchange
+from ascend_parallel.ops.decision import Decision, Known
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
+from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.ops.part_exchange import Rows
 from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
-from ascend_parallel.ops.registry import Choice
-from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
+from ascend_parallel.overlap.inner_graph import (
+    InnerGraph,
+    InnerSavedTensors,
+    ReadersApart,
+    TensorLike,
+    backward_together,
+    leaves_of_several,
+)
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.settings import Settings
 
@@ -58,6 +67,8 @@ class LocalExperts:
     whole_backward
         `run` computes the gradients of rows and `weights` in one piece, as an autograd function in Python does: the
         last group's weight gradients are not put off, which would compute both twice.
+    runs_once
+        Backward of `run`, or of the shared expert, adds gradients to memory of its own: no part of it may run again.
     """
 
     run: RunGroup
@@ -65,6 +76,7 @@ class LocalExperts:
     parameters: Tensors = ()
     weight_gradients: Callable[[], None] | None = None
     whole_backward: bool = False
+    runs_once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ class SharedExpert:
     """An expert of all of a rank's own rows, computed under all-to-alls that no other expert can hide.
 
     x
-        What it is called with.
+        What it is called with; `ReadersApart`: the gradients of its readers are added one by one.
     parts
         Functions of one tensor, called in turn: the first on `x`, under the first dispatch, the others, on the result
         before them, under the last combine.
@@ -80,7 +92,7 @@ class SharedExpert:
         What they read: these get their gradients inside backward, with the hooks that are on them.
     """
 
-    x: torch.Tensor
+    x: torch.Tensor | ReadersApart
     parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]
     parameters: Tensors
 
@@ -92,8 +104,9 @@ class ExpertsCall:
     experts: LocalExperts
     counts: RowCounts
     group: dist.ProcessGroup
-    choice: Choice
+    decision: Decision
     parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    readers: ReadersApart | None
     graded: bool
 
 
@@ -104,6 +117,7 @@ def run_experts(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     probs: torch.Tensor | None = None,
     shared: SharedExpert | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -112,6 +126,8 @@ def run_experts(
     rows     [S, H], sorted by the global number of their expert: first those of rank 0's experts
     probs    [S, ...] or None: sent with the rows
     returns  [S, H], and the result of the shared expert, or None
+
+    known: what decides the groups beside the settings; None: their plan alone.
 
     Each expert gets its rows in the order of their source ranks, as without groups, so that outputs and gradients keep
     their bits. Whether tensors require gradients, and which of probs and shared there are, must be the same on all
@@ -122,14 +138,15 @@ def run_experts(
         experts=experts,
         counts=counts,
         group=group,
-        choice=exchange_choice(rows, counts.experts, group, settings),
+        decision=decided_exchange(experts_exchange(rows, counts.experts, group), group, settings, known),
         parts=() if shared is None else tuple(shared.parts),
+        readers=shared.x if shared is not None and isinstance(shared.x, ReadersApart) else None,
         graded=torch.is_grad_enabled(),
     )
     parameters = [*experts.parameters, *(() if shared is None else shared.parameters)]
     reads = any(parameter.requires_grad for parameter in parameters)  # backward runs for them, too
     anchor = torch.empty(0, device=rows.device, requires_grad=reads)
-    x = None if shared is None else shared.x
+    x = None if shared is None else shared.x.x if isinstance(shared.x, ReadersApart) else shared.x
     out, shared_out = _Experts.apply(anchor, rows, probs, x, call, *experts.weights)  # type: ignore[no-untyped-call]
     return out, shared_out
 
@@ -170,7 +187,7 @@ class _Experts(torch.autograd.Function):
         call: ExpertsCall,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.call, ctx.saved, ctx.groups, ctx.shared = call, InnerSavedTensors(), [], []
+        ctx.call, ctx.saved, ctx.groups, ctx.shared, ctx.readers = call, InnerSavedTensors(), [], [], []
         ctx.sent = [TensorLike(rows)] if probs is None else [TensorLike(rows), TensorLike(probs)]
         ctx.weights = [TensorLike(weight) for weight in weights]
         with hide_from_selective_checkpoint(), recorded_pass(ctx, "experts", "forward", rows.device.type):
@@ -216,6 +233,8 @@ def _forward(
             ctx.shared.append(graph)
             assert shared_x is not None
             shared_x = compute(MATMUL, "shared expert", graph.run, call.parts[index], [shared_x], [need])
+            if index == 0 and call.readers is not None:
+                ctx.readers = graph.readers_apart(0)
 
     expert_exchange(
         sent,
@@ -223,11 +242,40 @@ def _forward(
         experts,
         [out],
         call.group,
-        call.choice,
+        call.decision,
         under_first=functools.partial(run_shared, 0) if call.parts else None,
         under_last=functools.partial(run_shared, *range(1, len(call.parts))) if call.parts else None,
     )
+    if call.graded:
+        _leave_out_common_leaves(ctx, weights, call.experts.runs_once)
     return out, shared_x
+
+
+def _leave_out_common_leaves(ctx: Any, weights: Tensors, runs_once: bool) -> None:
+    """Have leaves that several graphs read, and those that no graph of groups with `weights` is asked for, come last.
+
+    A leaf that got a part of its gradient from each group would call its hooks once for each. Raises `RuntimeError` if
+    a leaf has hooks, and backward may run once only.
+    """
+    graphs = [*ctx.groups, *ctx.shared]
+    common = leaves_of_several(graphs)
+    if weights:
+        common |= {key: leaf for graph in ctx.groups for key, leaf in graph.leaves().items()}
+    if runs_once:
+        _refuse_hooks(common)
+        return
+    for graph in graphs if common else ():
+        graph.leave_out(common)
+
+
+def _refuse_hooks(leaves: Mapping[int, torch.Tensor]) -> None:
+    for leaf in leaves.values():
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            raise RuntimeError(
+                f"a parameter {list(leaf.shape)} that is not registered in its layer of experts is read by several "
+                "groups of them, and has hooks on its gradient, which would see a part of it: register it in the "
+                "layer, set gradient_accumulation_fusion=False, or COC_PARALLEL_NUM=1"
+            )
 
 
 def _backward(ctx: Any, d_out: torch.Tensor, d_shared: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -271,10 +319,14 @@ def _backward(ctx: Any, d_out: torch.Tensor, d_shared: torch.Tensor | None) -> t
         experts,
         [d_x for d_x in d_sent if d_x is not None],
         call.group,
-        call.choice,
+        call.decision,
         under_first=functools.partial(run_shared, ctx.shared[len(last) :][::-1]) if ctx.shared else None,
         under_last=under_last,
     )
+    if call.readers is not None:
+        call.readers.gradients[:] = ctx.readers
+    backward_together([*ctx.groups, *ctx.shared])
+    ctx.readers.clear()
     d_rows, d_probs = d_sent if count == 2 else (d_sent[0], None)
     return None, d_rows, d_probs, d_shared if needs[3] else None, None, *d_weights
 

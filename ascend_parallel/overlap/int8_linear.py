@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.quantised import QuantisedWeight
+from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW
 from ascend_parallel.overlap.linear import run_column, run_row
@@ -44,7 +45,15 @@ def int8_column_linear(
     Raises `ValueError` for operands or a grain that do not fit, `CollectiveError` if a rank fails.
     """
     weight_shard_n.refuse_gradients()
-    layer = ParallelLinear(kind=COLUMN, group=group, settings=settings, sequence_parallel=True, input_grain=grain)
+    layer = ParallelLinear(
+        kind=COLUMN,
+        group=group,
+        settings=settings,
+        known=known_of(settings),
+        arithmetic=settings.arithmetic,
+        sequence_parallel=True,
+        input_grain=grain,
+    )
     return run_column(x_shard_m, weight_shard_n, None, layer)
 
 
@@ -75,6 +84,8 @@ def int8_row_linear(
         kind=ROW,
         group=group,
         settings=settings,
+        known=known_of(settings),
+        arithmetic=settings.arithmetic,
         sequence_parallel=sequence_parallel,
         input_grain=grain,
         comm_scales=comm_scales,

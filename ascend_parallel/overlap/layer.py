@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ascend_parallel.ops.arithmetic import Arithmetic
 from ascend_parallel.ops.blocks import BLOCKS
 from ascend_parallel.ops.comm_scales import CommScales
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.operators import autocast_off
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import Weight
@@ -27,8 +29,8 @@ from ascend_parallel.ops.unfinished import (
     plain_tensor,
     unfinished,
 )
-from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.digests import write_digests
+from ascend_parallel.overlap.known import known_in_call, known_in_pass
 from ascend_parallel.overlap.layer_shape import BACKWARD, LayerShape
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -52,12 +54,19 @@ def run_directly(forward: Callable[[], Products]) -> Products:
 class ParallelLinear:
     """The options of a linear layer, as of `column_linear`. A caller with many calls makes the layer once.
 
-    kind: "column" or "row".
+    kind
+        "column" or "row".
+    known
+        What decides its chunks beside the settings.
+    arithmetic
+        How its products are formed and sums taken: as `known` says, else the settings.
     """
 
     kind: str
     group: dist.ProcessGroup
     settings: Settings
+    known: Known
+    arithmetic: Arithmetic
     sequence_parallel: bool = False
     reduce_input_grad: bool = True
     weight_gradient: WeightGradient = field(default_factory=WeightGradient)
@@ -71,9 +80,9 @@ class ParallelLinear:
 
     @cached_property
     def in_backward(self) -> ParallelLinear:
-        """The layer with what cuts its backward."""
-        settings = Chunks.for_pass(self.settings, self.kind, BACKWARD).settings
-        return self if settings is self.settings else self._with(settings=settings)
+        """The layer with what is known of its backward."""
+        known = known_in_pass(self.settings, self.known, self.kind, BACKWARD)
+        return self if known is self.known else self._with(known=known)
 
     def _with(self, **options: Any) -> ParallelLinear:
         """Return the layer with other options; each backward asks, and `dataclasses.replace` is ten times as slow."""
@@ -103,7 +112,7 @@ class ParallelLinear:
         """Raise `DegreeError` for a column layer whose dx others sum over the ranks, if the sum has to be a tree."""
         partial = not (self.sequence_parallel or self.reduce_input_grad) and x.requires_grad
         if partial:
-            self.settings.arithmetic.refuse(
+            self.arithmetic.refuse(
                 "a column layer with reduce_input_grad=False leaves the sum of its input gradient to others, whose "
                 "bits depend on the number of ranks"
             )
@@ -119,17 +128,17 @@ class ParallelLinear:
         """Return the left operand of forward: x, or x rounded to int8."""
         return x if self.input_grain is None else compute(BESIDE, "quantise", quantise_rows, x, self.input_grain)
 
-    def settings_for(self, direction: str, rows: torch.Tensor, weight: Weight) -> Settings:
-        """Return the settings of a pass, whose rows may be left: of the matmul of `rows` [..., *] and weight [N, K].
+    def known_for(self, direction: str, rows: torch.Tensor, weight: Weight) -> Known:
+        """Return what is known of a pass whose rows may be left: of the matmul of `rows` [..., *] and weight [N, K].
 
         No plan speaks of an int8 weight.
         """
-        if not self.leaves_rows or self.settings.plan is None or not isinstance(weight, torch.Tensor):
-            return self.settings
+        if not self.leaves_rows or self.known.plan is None or not isinstance(weight, torch.Tensor):
+            return self.known
         (n, k), count = weight.shape, rows.shape[:-1].numel()
         fields = {"k": k, "n": n, "dtype": rows.dtype, "device": rows.device.type}
         shape = LayerShape.of_rows(self.kind, count, self.group.size(), self.sequence_parallel, **fields)
-        return Chunks.for_call(self.settings, shape, direction, leaves_rows=True).settings
+        return known_in_call(self.settings, self.known, shape, direction, leaves_rows=True)
 
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""

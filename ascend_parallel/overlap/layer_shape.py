@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
 from ascend_parallel.overlap.choices import operand_dtype
 
 COLUMN, ROW = "column", "row"
@@ -18,7 +18,7 @@ class LayerOperator(NamedTuple):
     """The operator of a layer's pass: its direction, "forward" or "backward", and what its kernel sees."""
 
     direction: str
-    problem: Problem
+    matmul: Matmul
 
     @property
     def layout(self) -> str:
@@ -27,9 +27,8 @@ class LayerOperator(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, by the keys of plans and of what `bench` measures."""
-        problem = self.problem
-        sizes = {"m": problem.m, "k": problem.k, "n": problem.n}
-        return {"run": self.direction, "operator": problem.operator, **sizes}
+        sizes = dict(zip("mkn", self.matmul.shape, strict=True))
+        return {"run": self.direction, "operator": self.matmul.operator, **sizes}
 
 
 class LayerShape(NamedTuple):
@@ -81,10 +80,10 @@ class LayerShape(NamedTuple):
         return cls(kind=kind, own_rows=own, ranks=ranks, sequence_parallel=sequence_parallel, **fields)
 
     @classmethod
-    def beside(cls, problem: Problem, kind: str, k: int, n: int, sequence_parallel: bool, **options: Any) -> LayerShape:
-        """Return the shape of a call with a weight [n, k] in a model that multiplies `problem`: as many rows, alike."""
-        fields = {"k": k, "n": n, "dtype": problem.dtype, "device": problem.device, **options}
-        return cls.of_rows(kind, problem.m, problem.ranks, sequence_parallel, **fields)
+    def beside(cls, matmul: Matmul, kind: str, k: int, n: int, sequence_parallel: bool, **options: Any) -> LayerShape:
+        """Return the shape of a call with a weight [n, k] in a model that multiplies `matmul`: as many rows, alike."""
+        fields = {"k": k, "n": n, "dtype": matmul.dtype, "device": matmul.device, **options}
+        return cls.of_rows(kind, matmul.m, matmul.ranks, sequence_parallel, **fields)
 
     def sharing_rows(self, sequence_parallel: bool) -> LayerShape:
         """Return the shape of a call of as many rows with sequence parallelism, or without."""
@@ -104,9 +103,7 @@ class LayerShape(NamedTuple):
             name = ALL_GATHER if direction == FORWARD else REDUCE_SCATTER
         else:
             name = ALL_REDUCE if direction == BACKWARD and self.reduce_input_grad else ""
-        return (
-            LayerOperator(direction, Problem(name, rows, k, n, self.dtype, self.device, self.ranks)) if name else None
-        )
+        return LayerOperator(direction, Matmul(name, rows, k, n, self.dtype, self.device, self.ranks)) if name else None
 
     @property
     def operators(self) -> list[LayerOperator]:

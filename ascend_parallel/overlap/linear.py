@@ -14,8 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, check_operands
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.operators import (
+    decided,
+    decided_module,
+    gather_sizes,
     gathered_shape,
     rows_of,
     run_all_gather_matmul,
@@ -26,11 +31,12 @@ from ascend_parallel.ops.operators import (
     start_matmul_reduce_scatter,
 )
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED
-from ascend_parallel.ops.problem import check_operands
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.record import BESIDE, compute
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer import (
     ForwardWrapper,
     ParallelLinear,
@@ -61,6 +67,7 @@ def column_linear(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     sequence_parallel: bool = False,
     reduce_input_grad: bool = True,
     weight_gradient: WeightGradient | None = None,
@@ -78,6 +85,8 @@ def column_linear(
     returns         [..., N / R]; with sequence_parallel [S, ..., N / R]
 
     With reduce_input_grad=False dx is this rank's part of the sum (sequence_parallel always reduce-scatters dx).
+    known: what decides the chunks beside the settings; None: their plan alone.
+
     before_communicating is called before each pass's first collective. ``forward_wrapper(fn)`` runs `fn`, or
     returns its saved products during recompute. `dtensors`: those whose local tensors x and the weight are; autograd
     then notices an operator that changes them in place before backward. `parts`: the outputs of each part of a fused
@@ -86,10 +95,13 @@ def column_linear(
     Whether x and the weight require gradients must be the same on every rank. Raises `ValueError` for operands
     that do not fit, `CollectiveError` if a rank fails.
     """
+    known = known_of(settings) if known is None else known
     layer = ParallelLinear(
         kind=COLUMN,
         group=group,
         settings=settings,
+        known=known,
+        arithmetic=known.arithmetic(settings),
         sequence_parallel=sequence_parallel,
         reduce_input_grad=reduce_input_grad,
         weight_gradient=weight_gradient or WeightGradient(),
@@ -119,6 +131,7 @@ def row_linear(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     sequence_parallel: bool = False,
     weight_gradient: WeightGradient | None = None,
     before_communicating: Callable[[], None] | None = None,
@@ -137,10 +150,13 @@ def row_linear(
     waited for where they are read, if its chunks have as many rows on average. Other options and errors as in
     `column_linear`.
     """
+    known = known_of(settings) if known is None else known
     layer = ParallelLinear(
         kind=ROW,
         group=group,
         settings=settings,
+        known=known,
+        arithmetic=known.arithmetic(settings),
         sequence_parallel=sequence_parallel,
         weight_gradient=weight_gradient or WeightGradient(),
         before_communicating=before_communicating,
@@ -160,11 +176,15 @@ def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLine
     return y
 
 
-def run_module_row(x_shard_k: torch.Tensor, weight: ModuleWeight, layer: ParallelLinear) -> torch.Tensor:
-    """Run `row_linear` with the weight [K / R, N] of a module that multiplies itself; it has no backward."""
+def run_module_row(x_shard_k: torch.Tensor, weight: ModuleWeight, layer: ParallelLinear, sizes: Sizes) -> torch.Tensor:
+    """Run `row_linear` with the weight [K / R, N] of a module that multiplies itself; it has no backward.
+
+    sizes: the rows of each chunk, the same on every rank.
+    """
     with in_forward(SimpleNamespace(), "row", x_shard_k):
         layer.about_to_communicate()
-        pending = start_matmul_all_reduce(x_shard_k, weight, layer.group, layer.settings)
+        decision = decided_module(x_shard_k, weight, layer.group, sizes)
+        pending = start_matmul_all_reduce(x_shard_k, weight, layer.group, decision)
         y = layer.result(pending)
         return y if x_shard_k.dim() == 2 else shaped(y, (*x_shard_k.shape[:-1], weight.shape[1]))
 
@@ -226,8 +246,11 @@ class ColumnLinear(torch.autograd.Function):
         elif layer.reduce_input_grad and weight is not None:
             if layer.before_communicating is not None:
                 layer.before_communicating()
-            settings = layer.settings_for(BACKWARD, dy, weight)
-            pending = start_matmul_all_reduce(dy, weight, layer.group, settings, layout=ROW_MAJOR, parts=layer.parts)
+            group, known = layer.group, layer.known_for(BACKWARD, dy, weight)
+            decision = decided(
+                ALL_REDUCE, dy, weight, group, layer.settings, known, layout=ROW_MAJOR, parts=layer.parts
+            )
+            pending = start_matmul_all_reduce(dy, weight, group, decision)
             dx, dw = gradients_under(layer, pending, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
@@ -287,7 +310,8 @@ class RowLinear(torch.autograd.Function):
         elif weight is not None:
             dx, dw = row_sequence_backward(dy, x, weight, layer, layout)
         else:
-            gathered = start_gather_rows(dy, layer.group, layer.settings, x.shape[-1]).wait()
+            sizes = gather_sizes(dy, x.shape[-1], layer.group, layer.settings, layer.known)
+            gathered = start_gather_rows(dy, layer.group, sizes).wait()
             dx, dw = None, weight_gradient_of(layer, x, gathered)
         dx = None if dx is None else dx.view(ctx.x_shape)
         if layer.settings.digests is not None:
@@ -303,14 +327,14 @@ def column_forward(
     gathered_m, (w, layout) = None, _right(weight)
     if layer.sequence_parallel:
         layer.about_to_communicate()
-        y_m, gathered_m = run_all_gather_matmul(
-            layer.input_of(x), w, layer.group, layer.settings, keep, layout=layout, parts=layer.parts
-        )
+        given, group = layer.input_of(x), layer.group
+        decision = decided(ALL_GATHER, given, w, group, layer.settings, layer.known, layout=layout, parts=layer.parts)
+        y_m, gathered_m = run_all_gather_matmul(given, w, group, decision, keep)
         y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), w.shape[1]))
     else:
         assert isinstance(w, torch.Tensor), "an int8 weight needs sequence parallelism here"
         check_operands("column_linear", x, w)
-        y = layer.settings.arithmetic.product(x, w, layer.group.size(), layer.parts)
+        y = layer.arithmetic.product(x, w, layer.group.size(), layer.parts)
     if bias is not None:  # in place, unless it promotes the result (an fp32 bias under autocast)
         y = y.add_(bias) if torch.result_type(y, bias) == y.dtype else y + bias
     return y, gathered_m if keep else None
@@ -319,21 +343,32 @@ def column_forward(
 def row_forward(
     x: torch.Tensor, weight: Weight, layer: ParallelLinear, product: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum over ranks of ``x @ w``, or this rank's rows; `product`, of any features, as in `OperatorCall`."""
+    """Return the sum over ranks of ``x @ w``, or this rank's rows.
+
+    product: of any features; as of `start_matmul_all_reduce`.
+    """
     if layer.before_communicating is not None:
         layer.before_communicating()
-    group, settings = layer.group, layer.settings_for(FORWARD, x, weight)
-    (w, layout), given = _right(weight), x if layer.input_grain is None else layer.input_of(x)
+    group, settings = layer.group, layer.settings
+    known = layer.known_for(FORWARD, x, weight) if layer.leaves_rows else layer.known
+    w, layout = (weight.t(), TRANSPOSED) if isinstance(weight, torch.Tensor) else _right(weight)
+    given = x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
     if not layer.sequence_parallel:
-        pending = start_matmul_all_reduce(
-            given, w, group, settings, layout=layout, comm_scales=layer.comm_scales, parts=layer.parts, product=product
+        scales = layer.comm_scales
+        decision = decided(
+            ALL_REDUCE, given, w, group, settings, known, layout=layout, comm_scales=scales, parts=layer.parts
         )
-        return shaped(layer.result(pending), (*x.shape[:-1], features))
+        pending = start_matmul_all_reduce(given, w, group, decision, comm_scales=scales, product=product)
+        return shaped(layer.result(pending) if layer.leaves_rows else pending.wait(), (*x.shape[:-1], features))
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
-    pending = start_matmul_reduce_scatter(given, w, group, settings, layout=layout, parts=layer.parts, product=product)
-    return shaped(layer.result(pending), scattered_shape(x.shape, group.size(), features))
+    decision = decided(REDUCE_SCATTER, given, w, group, settings, known, layout=layout, parts=layer.parts)
+    pending = start_matmul_reduce_scatter(given, w, group, decision, product=product)
+    return shaped(
+        layer.result(pending) if layer.leaves_rows else pending.wait(),
+        scattered_shape(x.shape, group.size(), features),
+    )
 
 
 def _right(weight: Weight) -> tuple[Weight, str]:
@@ -347,7 +382,7 @@ def _local_backward(
     """Return ``dx = dy @ weight`` and dw, without communication; of an unfinished dy each chunk as its rows come."""
     dx = None
     if weight is not None:
-        dx = finished(layer.settings.arithmetic.product(dy, weight, layer.group.size(), layer.parts))
+        dx = finished(layer.arithmetic.product(dy, weight, layer.group.size(), layer.parts))
     return dx, postponed_weight_gradient(layer, x, dy)
 
 
@@ -368,7 +403,7 @@ def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor |
 
 
 def _saved(ctx: Any) -> tuple[Any, Any, str]:
-    """Return what `_save` has saved: what dw needs, and the weight [N, K], dequantised, with its memory layout."""
+    """Return the operands that `_save` has saved: dw's, and the weight [N, K], dequantised, with its memory layout."""
     kept, weight, *scales = map(local, ctx.saved_tensors) if ctx.saves_dtensors else ctx.saved_tensors
     if not scales:
         return kept, weight, ROW_MAJOR

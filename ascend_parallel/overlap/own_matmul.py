@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE
 from ascend_parallel.ops.deferred import DeferredProduct, GatheredGradient
 from ascend_parallel.ops.operators import (
+    decided,
+    gather_sizes,
     gathered_shape,
     run_all_gather_matmul,
     shaped,
@@ -96,9 +99,10 @@ class _Enter(torch.autograd.Function):
             layer.about_to_communicate()
             group = layer.group
             multiplies, w = products is not None, weight.detach().t()
-            y_m, x_m = run_all_gather_matmul(
-                x, w, group, layer.settings, layout=TRANSPOSED, parts=layer.parts, multiplies=multiplies
+            decision = decided(
+                ALL_GATHER, x, w, group, layer.settings, layer.known, layout=TRANSPOSED, parts=layer.parts
             )
+            y_m, x_m = run_all_gather_matmul(x, w, group, decision, multiplies=multiplies)
             assert x_m is not None
             if products is not None:
                 products.append(shaped(y_m, gathered_shape(x.shape, group.size(), w.shape[1])))
@@ -118,7 +122,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _product(y: torch.Tensor) -> torch.Tensor:
-    """Return what a collective sums: rows that lie in order, or a product that it multiplies itself."""
+    """Return the operand of a collective's sum: rows that lie in order, or a product that it multiplies itself."""
     return y.contiguous() if isinstance(y, DeferredProduct) and not y.multiplied else finished(y).contiguous()
 
 
@@ -131,10 +135,9 @@ def _sum(
         if not wanted:
             return None
         layer.about_to_communicate()
-        chosen = layer.settings_for(BACKWARD, dy, weight)
-        return start_matmul_all_reduce(
-            dy, weight, layer.group, chosen, layout=ROW_MAJOR, parts=layer.parts, product=dx
-        ).wait()
+        group, known = layer.group, layer.known_for(BACKWARD, dy, weight)
+        decision = decided(ALL_REDUCE, dy, weight, group, layer.settings, known, layout=ROW_MAJOR, parts=layer.parts)
+        return start_matmul_all_reduce(dy, weight, group, decision, product=dx).wait()
     with ExitStack() as running:
         pending, gathered = start_column_backward(running, dy, kept, weight if wanted else None, layer, ROW_MAJOR, dx)
         if gathered is not None:  # the other ranks' weight gradients need this rank's rows
@@ -176,11 +179,12 @@ class _Leave(torch.autograd.Function):
         if not layer.sequence_parallel:
             return dy, *[None] * 5
         if not ctx.input_grad:
-            rows = start_gather_rows(dy, layer.group, layer.settings, weight.shape[1]).wait().view(ctx.shape)
+            sizes = gather_sizes(dy, weight.shape[1], layer.group, layer.settings, layer.known)
+            rows = start_gather_rows(dy, layer.group, sizes).wait().view(ctx.shape)
             return (_swapped(rows) if ctx.batch_first else rows), *[None] * 5
-        dx_m, rows_m = run_all_gather_matmul(
-            dy, weight, layer.group, layer.settings, layout=ROW_MAJOR, parts=layer.parts, multiplies=ctx.multiplies
-        )
+        group, parts = layer.group, layer.parts
+        decision = decided(ALL_GATHER, dy, weight, group, layer.settings, layer.known, layout=ROW_MAJOR, parts=parts)
+        dx_m, rows_m = run_all_gather_matmul(dy, weight, group, decision, multiplies=ctx.multiplies)
         assert rows_m is not None
         rows = rows_m.view(ctx.shape)
         rows = _swapped(rows) if ctx.batch_first else rows

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parametrize
 
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.quantised import QuantisedWeight, quantise_weight
 from ascend_parallel.overlap.linear import row_linear
 from ascend_parallel.settings import Settings
@@ -32,6 +33,7 @@ def quantised_row_linear(
     *,
     group: dist.ProcessGroup,
     settings: Settings,
+    known: Known | None = None,
     sequence_parallel: bool = False,
     before_communicating: Callable[[], None] | None = None,
 ) -> torch.Tensor:
@@ -51,6 +53,7 @@ def quantised_row_linear(
         weight_shard_k,
         group=group,
         settings=settings,
+        known=known,
         sequence_parallel=sequence_parallel,
         before_communicating=before_communicating,
     )

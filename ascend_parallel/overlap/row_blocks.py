@@ -2,23 +2,25 @@
 
 Under sequence parallelism every rank has some rows, and the gradient of such a parameter is a sum over all of them. A
 norm of queries or keys acts on the heads of a rank; its rows are those of all heads. The rows of all ranks are cut
-into `BLOCKS` blocks, whatever the number of ranks. Each block has a gradient of its own, and the blocks' gradients are
-summed in the tree of ops/blocks.py, in fp32 for 16 bits, and rounded once. A rank that has all rows, because there is
-one or without sequence parallelism, adds the whole tree by itself: the same bits.
+into `BLOCKS` blocks, whatever the number of ranks; heads into as many as divide them and 8. Each block has a gradient
+of its own, and the blocks' gradients are summed in the tree of ops/blocks.py, in fp32 for 16 bits, and rounded once. A
+rank that has all rows, because there is one or without sequence parallelism, adds the whole tree by itself: the same
+bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ascend_parallel.ops.arithmetic import DegreeError
 from ascend_parallel.ops.blocks import BLOCKS, summed_dtype
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.tree import sum_of_blocks
 
 RunBlock = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -42,34 +44,42 @@ class RowBlocks:
     summed_later: bool = False
 
     @property
-    def count(self) -> int:
-        """The blocks on this rank."""
-        return BLOCKS if self.group is None else BLOCKS // self.group.size()
+    def ranks(self) -> int:
+        """The ranks that share the rows."""
+        return 1 if self.group is None else self.group.size()
+
+    def count(self, x: torch.Tensor) -> int:
+        """Return the blocks of x [..., N] on this rank; of heads as many as divide 8 and the heads of all ranks."""
+        blocks = gcd(self.rows_of(x) * self.ranks, BLOCKS) if self.dim == -2 else BLOCKS
+        return blocks // self.ranks
+
+    def rows_of(self, x: torch.Tensor) -> int:
+        """Return the number of this rank's rows, or heads, of x [..., N]."""
+        return x.shape[:-1].numel() if self.dim == 0 else x.shape[self.dim]
 
     def divides(self, x: torch.Tensor) -> bool:
         """Tell whether the rows of x [..., N] are cut; if not, a rank that has all rows computes them in one call.
 
         Raises `DegreeError` for rows that ranks share, but blocks cannot.
         """
-        rows = x.shape[:-1].numel() if self.dim == 0 else x.shape[self.dim]
-        if self.group is not None and rows % self.count:
+        rows, count = self.rows_of(x), self.count(x)
+        if self.group is not None and rows % count:
             raise DegreeError(
-                f"{rows * self.group.size()} {'heads' if self.dim == -2 else 'rows'} of a norm or a bias, which ranks "
-                f"share, are not a multiple of {BLOCKS}"
+                f"{rows * self.ranks} rows of a norm or a bias, which ranks share, are not a multiple of {BLOCKS}"
             )
-        return rows > 0 and rows % self.count == 0
+        return rows > 0 and rows % count == 0
 
     def cut(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous blocks of x [..., N]: [m, N] along dimension 0, otherwise with the dimensions of x."""
         rows = x.reshape(-1, x.shape[-1]) if self.dim == 0 else x
-        return [block.contiguous() for block in rows.chunk(self.count, self.dim)]
+        return [block.contiguous() for block in rows.chunk(self.count(x), self.dim)]
 
     def run(self, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], run_block: RunBlock) -> torch.Tensor:
         """Return ``run_block(x, parameters)`` [..., N], one call for each block of x [..., N]."""
         if not self.divides(x):
             return run_block(x, parameters)
         trained = {name: each for name, each in parameters.items() if each.requires_grad and torch.is_grad_enabled()}
-        copies = iter(_Copies.apply(self, *trained.values()) if trained else ())  # type: ignore[no-untyped-call]
+        copies = iter(_Copies.apply(self, self.count(x), *trained.values()) if trained else ())  # type: ignore[no-untyped-call]
         blocks = [run_block(block, {**parameters, **{name: next(copies) for name in trained}}) for block in self.cut(x)]
         return torch.cat(blocks, self.dim).view(x.shape)
 
@@ -93,9 +103,9 @@ class _Copies(torch.autograd.Function):
     """Copies of parameters, for each block in turn; the gradients of all are summed in one collective."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: RowBlocks, *parameters: torch.Tensor) -> Any:
+    def forward(ctx: Any, blocks: RowBlocks, copies: int, *parameters: torch.Tensor) -> Any:
         ctx.blocks, ctx.of = blocks, [(each.shape, each.dtype) for each in parameters]
-        return tuple(each.view_as(each) for _ in range(blocks.count) for each in parameters)
+        return tuple(each.view_as(each) for _ in range(copies) for each in parameters)
 
     @staticmethod
     @once_differentiable
@@ -107,7 +117,7 @@ class _Copies(torch.autograd.Function):
             for first in range(0, len(gradients), count)
         ]
         parts = ctx.blocks.gradient(packed, dtype).split([shape.numel() for shape, _ in ctx.of])
-        return None, *(part.view(shape).to(own) for part, (shape, own) in zip(parts, ctx.of, strict=True))
+        return None, None, *(part.view(shape).to(own) for part, (shape, own) in zip(parts, ctx.of, strict=True))
 
 
 class _Expanded(torch.autograd.Function):

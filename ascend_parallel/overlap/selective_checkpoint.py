@@ -14,6 +14,7 @@ So recomputation runs a layer as a whole.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -40,6 +41,23 @@ def hide_from_selective_checkpoint() -> Iterator[None]:
         yield
     finally:
         _replace_top(remaining, stack[lowest:])
+
+
+def checkpoint_frame(*, again: bool) -> object | None:
+    """Return the frame of the checkpointed call in which this thread runs: the same object in both of its runs.
+
+    again
+        Whether the call is run again.
+
+    None outside of torch.utils.checkpoint, in a reentrant one, and under other hooks on saved tensors inside of it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", None) != checkpoint.__name__:
+        return None
+    held = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
+    frame: object | None = held["target_frame_ref"]() if again and "target_frame_ref" in held else None
+    return frame if again else held.get("frame")
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:

@@ -7,7 +7,10 @@ from contextlib import ExitStack
 
 import torch
 
+from ascend_parallel.ops.call import ALL_GATHER, REDUCE_SCATTER
 from ascend_parallel.ops.operators import (
+    decided,
+    gather_sizes,
     rows_of,
     run_all_gather_matmul,
     start_gather_rows,
@@ -63,16 +66,16 @@ def start_column_backward(
     def start_gather() -> Pending | None:
         if kept is None or not settings.recompute_all_gather:
             return None
-        return running.push(start_gather_rows(kept, group, settings, dy.shape[-1]))
+        return running.push(
+            start_gather_rows(kept, group, gather_sizes(kept, dy.shape[-1], group, settings, layer.known))
+        )
 
     def start_input_gradient(after: Pending | None) -> Pending | None:
         if weight is None:
             return None
-        scattering = layer.settings_for(BACKWARD, dy, weight)
-        pending = start_matmul_reduce_scatter(
-            dy, weight, group, scattering, after, layout=layout, parts=layer.parts, product=product
-        )
-        return running.push(pending)
+        known = layer.known_for(BACKWARD, dy, weight)
+        decision = decided(REDUCE_SCATTER, dy, weight, group, settings, known, layout=layout, parts=layer.parts)
+        return running.push(start_matmul_reduce_scatter(dy, weight, group, decision, after, product=product))
 
     if settings.order == "compute_first":
         pending_dx, pending_x = start_input_gradient(None), start_gather()
@@ -114,14 +117,16 @@ def row_sequence_backward(
     """
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, x is not None, layout=layout, parts=layer.parts)
+        decision = decided(ALL_GATHER, dy, weight, group, settings, layer.known, layout=layout, parts=layer.parts)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, decision, x is not None)
         return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 
     def add(rank: int, rows: slice, dy_c: torch.Tensor) -> None:
         parts.add(x_r[rank, rows], dy_c)
 
-    dx, dy_m = run_all_gather_matmul(dy, weight, group, settings, layout=layout, each=add)
+    decision = decided(ALL_GATHER, dy, weight, group, settings, layer.known, layout=layout)
+    dx, dy_m = run_all_gather_matmul(dy, weight, group, decision, each=add)
     if parts.begun:
         return dx, parts.total()
     return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
@@ -141,7 +146,7 @@ def weight_gradient_of(
     if kept is None:
         return None
     x_m, dy_m = _finished_rows(kept if gathered is None else gathered()), _finished_rows(dy)
-    product = layer.settings.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
+    product = layer.arithmetic.weight_product(layer.kind, layer.group.size(), layer.parts)
     blocks = () if product is None else (product,)  # a program's own class may not take any
     return compute(MATMUL, "weight gradient", layer.weight_gradient.compute, x_m, dy_m, out, *blocks)
 
@@ -154,7 +159,7 @@ def _finished_rows(x: torch.Tensor) -> torch.Tensor:
 
 def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
     """Return db [N] of a column layer: dy [..., N]."""
-    row_sum = layer.settings.arithmetic.bias_sum(layer.group.size(), layer.parts)
+    row_sum = layer.arithmetic.bias_sum(layer.group.size(), layer.parts)
     return layer.weight_gradient.bias(rows_of(dy.contiguous()), *(() if row_sum is None else (row_sum,)))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.operators import gathered_shape, rows_of, shaped, start_matmul_reduce_scatter
+from ascend_parallel.ops.call import REDUCE_SCATTER
+from ascend_parallel.ops.operators import decided, gathered_shape, rows_of, shaped, start_matmul_reduce_scatter
 from ascend_parallel.ops.probing import ROW_MAJOR
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ParallelLinear, checked, in_forward, layer_backward, local
@@ -61,14 +62,15 @@ class _SharedColumnLinear(torch.autograd.Function):
         if weight is None:
             return None, None if dy is None else weight_gradient_of(layer, gathered, dy), db, None
         layer.about_to_communicate()
-        group, settings = layer.group, layer.settings
+        group = layer.group
         addends = [] if dx is None else [rows_of(dx.contiguous()).to(ctx.x_dtype)]
         options: dict[str, Any] = {"addends": addends}
         operand = dy
         if operand is None:
             assert dx is not None
             operand, options = addends[0].new_empty(1).expand(*dx.shape[:-1], weight.shape[0]), {"product": addends[0]}
-        with start_matmul_reduce_scatter(operand, weight, group, settings, layout=ROW_MAJOR, **options) as pending:
+        decision = decided(REDUCE_SCATTER, operand, weight, group, layer.settings, layer.known, layout=ROW_MAJOR)
+        with start_matmul_reduce_scatter(operand, weight, group, decision, **options) as pending:
             dw = None if dy is None else weight_gradient_of(layer, gathered, dy)
             dx_shard = pending.wait()
         return dx_shard.view(ctx.x_shape), dw, db, None

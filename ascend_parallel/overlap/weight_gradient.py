@@ -94,5 +94,5 @@ class WeightGradient:
         return dy_m.sum(dim=0) if row_sum is None else row_sum(dy_m)
 
     def parts(self) -> GradientParts:
-        """Return what sums this backward's gradient part by part, in place of `compute`."""
+        """Return the function that sums this backward's gradient part by part, in place of `compute`."""
         return GradientParts()

@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.devices import device_type
+
 log = logging.getLogger("ascend_parallel")
 
 # How the rows of a chunk reach their places, which are strided over the ranks.
@@ -122,9 +124,6 @@ ROWS: dict[tuple[str, str], Backend] = {
 }
 """Backends by name and type of device; a test puts another row in a place to run the way of a backend on gloo."""
 
-USUAL = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""The backend of a type of device where no group is at hand."""
-
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """Return the row of the group's backend on the type of `device`."""
@@ -134,7 +133,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
 
 def usual_backend(device: str) -> Backend:
     """Return the row of the backend that a type of device usually has: a call may be described without a group."""
-    return ROWS.get((USUAL.get(device, ""), device)) or _cautious(device)
+    return ROWS.get((device_type(device).backend, device)) or _cautious(device)
 
 
 @lru_cache(maxsize=64)

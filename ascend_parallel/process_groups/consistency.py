@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +30,8 @@ PATIENCE = 30.0
 CONFIGURE = "configure"
 # The outcome of a rendezvous to which all ranks have come; any other outcome is an error message.
 COMPLETE = "complete"
+# The name of the text of a rank that has failed on its way to a rendezvous.
+FAILURE = "failure"
 CALLED_ALIKE = (
     "it has stopped, or called the layer another number of times (a layer has to be called alike on every rank of its "
     "group)"
@@ -96,8 +99,8 @@ def store_all_gather(
 
     Every rank of the group calls this. Raises `error` while a graph is captured: a replay would gather nothing.
     Raises `error` with the ranks that did not come within the limit; sooner if a missing rank refused its settings
-    (`refuse`). Either every rank that came gets the values, or every one raises. A rank that comes later meets the
-    others' next call.
+    (`refuse`), or has failed on its way here (`announce_failure`). Either every rank that came gets the values, or
+    every one raises. A rank that comes later meets the others' next call.
     """
     me = dist.get_rank()
     refuse_while_capturing(place, error)
@@ -105,7 +108,7 @@ def store_all_gather(
         return {me: dict(value)}
     topic = f"{error.__name__} {topic}"
     rendezvous = Rendezvous(group, topic)
-    while rendezvous.decided:  # the others gave up waiting for this rank
+    while _without_this_rank(rendezvous):
         rendezvous = Rendezvous(group, topic)
     rendezvous.publish("value", json.dumps(dict(value)))
     seconds = time_limit(group).total_seconds() if limit is None else limit
@@ -113,7 +116,7 @@ def store_all_gather(
     # The first outcome is every rank's: a rank may come at the moment in which another gives up.
     outcome = rendezvous.decide(failure or COMPLETE)
     if outcome != COMPLETE:
-        rendezvous.leave(lambda: len(rendezvous.said("value", rendezvous.ranks)))
+        rendezvous.leave(lambda: sum(len(rendezvous.said(name, rendezvous.ranks)) for name in ("value", FAILURE)))
         raise error(outcome)
     texts = rendezvous.texts("value")
     rendezvous.forget_earlier()
@@ -121,8 +124,24 @@ def store_all_gather(
     return {rank: json.loads(text) for rank, text in texts.items()}
 
 
+def announce_failure(group: dist.ProcessGroup, reason: str, error: type[RuntimeError], *, topic: str = "") -> None:
+    """Tell the ranks of `group` that this rank has failed, and does not come to the next `store_all_gather`.
+
+    They raise `error` with `reason` there, within a second. For a rank that has to raise an error of its own, which the
+    others may not have: it calls this once, before it raises, with the error class and the topic of that gather, which
+    all ranks count alike. Waits for nobody, but on rank 0, which leaves when the others have read, or after 10 s.
+    """
+    if dist.get_backend(group) == "fake":  # the other ranks do not exist
+        return
+    with suppress(RuntimeError):  # the store is gone, and with it the others
+        rendezvous = Rendezvous(group, f"{error.__name__} {topic}")
+        if not _without_this_rank(rendezvous):
+            rendezvous.publish(FAILURE, reason)
+            rendezvous.leave(lambda: len(rendezvous.ranks))
+
+
 def absence(group: dist.ProcessGroup, place: str, missing: list[int], seconds: float, hint: str) -> str:
-    """Return which ranks of `group` have not come to a place in the program; hint: why they may be missing."""
+    """Return the ranks of `group` that have not come to a place in the program; hint: why they may be missing."""
     return f"rank {listed(missing)} of {describe(group)} has not come to {place} within {seconds:g} s: {hint}"
 
 
@@ -210,7 +229,7 @@ def _wait_for_ranks(rendezvous: Rendezvous, limit: float, absent: Callable[[list
 
     def given_up(missing: list[int], waited: float) -> bool:
         nonlocal told
-        if rendezvous.decided or _refusals(missing):
+        if rendezvous.decided or _refusals(rendezvous, missing):
             return True
         if waited - told >= PATIENCE:
             log.warning("%s", absent(missing, PATIENCE))
@@ -220,7 +239,12 @@ def _wait_for_ranks(rendezvous: Rendezvous, limit: float, absent: Callable[[list
     missing = rendezvous.absent("value", limit, given_up)
     if not missing or rendezvous.decided:
         return ""
-    return _refusals(missing) or absent(missing, limit)
+    return _refusals(rendezvous, missing) or absent(missing, limit)
+
+
+def _without_this_rank(rendezvous: Rendezvous) -> bool:
+    """Tell whether the others have given up on this rank: they have decided, and not because a rank has failed."""
+    return rendezvous.decided and not rendezvous.said(FAILURE, rendezvous.ranks)
 
 
 def _everybody() -> dist.ProcessGroup | None:
@@ -229,9 +253,9 @@ def _everybody() -> dist.ProcessGroup | None:
     return dist.group.WORLD if real else None
 
 
-def _refusals(ranks: list[int]) -> str:
-    """Return the refusals of `ranks` in this rank's latest `configure` call."""
-    everybody = _everybody()
-    if everybody is None:
-        return ""
-    return "; ".join(Rendezvous(everybody, CONFIGURE, latest=True).said("refusal", ranks).values())
+def _refusals(rendezvous: Rendezvous, ranks: list[int]) -> str:
+    """Return why `ranks` do not come: their failures on the way, and refusals in this rank's latest `configure`."""
+    texts = list(rendezvous.said(FAILURE, ranks).values())
+    if (everybody := _everybody()) is not None:
+        texts += Rendezvous(everybody, CONFIGURE, latest=True).said("refusal", ranks).values()
+    return "; ".join(texts)

@@ -57,7 +57,7 @@ class Rendezvous:
         self._store.set(self._own_key(name, self.rank), text)
 
     def said(self, name: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what some of `ranks` have published so far, by rank; does not wait."""
+        """Return the values that ranks have published so far, by rank; does not wait."""
         keys = {rank: self._key(name, rank) for rank in ranks}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
@@ -82,12 +82,12 @@ class Rendezvous:
         return []
 
     def texts(self, name: str) -> dict[int, str]:
-        """Return what all ranks have published, by rank."""
+        """Return the values of all ranks, by rank."""
         texts = self._store.multi_get([self._key(name, rank) for rank in self.ranks])
         return {rank: text.decode() for rank, text in zip(self.ranks, texts, strict=True)}
 
     def answer(self, name: str, rank: int, limit: timedelta) -> str | None:
-        """Return what `rank` publishes, as soon as it does; None: it does not within `limit`.
+        """Wait for the value of `rank` and return it; None: it publishes none within `limit`.
 
         Waits in the store, for what measures the time of an answer.
         """

@@ -87,7 +87,7 @@ def named_tensors(module: torch.nn.Module, *, all_names: bool = False) -> dict[s
 
 
 def in_place_of(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return what a module holds in place of a parameter or buffer: for a parameter `new` as a parameter."""
+    """Return `new`, as a parameter if the tensor that it replaces is one."""
     return torch.nn.Parameter(new, held.requires_grad) if isinstance(held, torch.nn.Parameter) else new
 
 

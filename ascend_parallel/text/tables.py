@@ -16,7 +16,9 @@ SENTENCE = 24
 
 
 class FittedTable:
-    """A table for a terminal, in which no number and no name is split: where it is too wide, its rows are stacked.
+    """A table for a terminal, in which no number and no name is split.
+
+    Where it is too wide, its columns stand nearer; where that is not enough, its rows are stacked.
 
     Only sentences are folded, between words: long cells of left columns, those of the widest, and of those in `widest`.
     """
@@ -58,10 +60,11 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, or its rows as lines."""
-        least = Measurement.get(console, options.update(max_width=1 << 16), self._table).minimum
-        if least <= options.max_width:
-            yield self._table
-            return
+        for collapsed in (False, True):
+            self._table.collapse_padding = collapsed
+            if Measurement.get(console, options.update(max_width=1 << 16), self._table).minimum <= options.max_width:
+                yield self._table
+                return
         yield Text("\n".join([self._title, *stacked(self._heads, self._rows, options.max_width), ""]))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:

@@ -225,7 +225,7 @@ class _Caster:
         return tuple(self.nodes[value.node].outputs[value.index] for value in inputs)
 
     def _outputs(self, call: OpCall, metas: Sequence[TensorMeta]) -> tuple[TensorMeta, ...] | None:
-        """Return what a call returns for inputs of these dtypes; None if it does not take them."""
+        """Return a call's outputs for inputs of these dtypes; None if it does not take them."""
         with self._fakes:
             tensors = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
             try:

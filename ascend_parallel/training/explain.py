@@ -13,10 +13,10 @@ from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.grad_dtype import WIDE
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import local_shape
+from ascend_parallel.sharding.planner.overlap_pass import Fusion
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.runtime.activation_memory import saved_bytes
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, buckets
-from ascend_parallel.sharding.runtime.overlap_pass import Fusion
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
@@ -48,7 +48,7 @@ class GroupMemory:
 def memory_by_group(
     memory: Sequence[RankBytes], saved: Mapping[int, float], simulated: SimulatedStep
 ) -> list[GroupMemory]:
-    """Return what a rank of each group holds.
+    """Return the memory of a rank of each group.
 
     memory: of each stage, without activations. saved: by stage, the bytes that a micro-batch's forward keeps for its
     backward.
@@ -142,7 +142,7 @@ class Explanation:
         self._settings = settings or current_settings()
 
     def text(self, operators: bool = False, *, full: bool = False) -> str:
-        """Return what `explain` returns."""
+        """Return the explanation."""
         lines = [f"{name}: {text}" for name, text in self.lines()]
         lines += [f"warning: {text}" for text in self.warnings()]
         lines += ["", *table(self.groups), "", *self.collectives.lines()]
@@ -182,7 +182,7 @@ class Explanation:
         }
 
     def facts(self, model: str = "") -> dict[str, str]:
-        """Return what is trained and how, by name: the first lines of the page."""
+        """Return the model and the options by name: the first lines of the page."""
         strategy, pipeline, sharding = self._strategy, self._strategy.pipeline, self._strategy.sharding
         count = sum(parameter.numel() for parameter in self._planned.model.parameters())
         amp = "; ".join(text for name, text in self._precision() if name == "amp")
@@ -378,7 +378,7 @@ class Explanation:
             prefetch=self._strategy.pipeline.schedule not in SPLIT,
             part=part,
         )
-        saved = [saved_bytes(plan, rank_plan.fused_plan, each, part=part) for each in (Recompute(), self.recompute)]
+        saved = [saved_bytes(rank_plan, each, part=part) for each in (Recompute(), self.recompute)]
         return _Stage(
             name,
             plan,
@@ -417,7 +417,7 @@ class Explanation:
         return sum(memories, RankBytes(0, 0, 0))
 
     def _replicas(self, plan: ShardingPlan, name: str) -> int:
-        """Return how many ranks of the sharding dimension hold the same shard of a parameter."""
+        """Return the number of ranks of the sharding dimension that hold the same shard of a parameter."""
         options = self._strategy.sharding
         if not options.zero_stage or plan.graph.nodes[name].kind != PARAMETER:
             return 1

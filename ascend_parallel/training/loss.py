@@ -183,7 +183,7 @@ def _has_gradient(graph: Graph, value: Any) -> bool:
 
 
 def loss_problem(returned: Any) -> str:
-    """Return what is wrong with the value that a loss function returned, of tensors or their metas; "" for nothing."""
+    """Return the fault of a loss function's value, of tensors or their metas; "" without one."""
     numbers = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     if len(numbers) not in (1, 2) or not all(map(_is_number, numbers)) or isinstance(numbers[0], (int, float)):
         return f"the loss has to be one number: {RETURNS}"

@@ -17,10 +17,12 @@ from math import prod
 
 import torch
 
+from ascend_parallel.overlap.layer_shape import COLUMN
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from ascend_parallel.sharding.bucketing import form_buckets
 from ascend_parallel.sharding.graph import PARAMETER, Node, Value
 from ascend_parallel.sharding.layout import REPLICATE, Shape, local_shape, with_placement
-from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, sent
+from ascend_parallel.sharding.redistribute.costs import sent
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.runtime.activation_memory import autograd_saves
@@ -28,13 +30,11 @@ from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Gather, RecomputeBlock, Run, RunKernel
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, buckets
 from ascend_parallel.sharding.runtime.instructions import Program, Redistribute, Start
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.text import size_of
 from ascend_parallel.training.optimizer.partition import partition
 from ascend_parallel.training.strategy import Strategy
 
-BROADCAST = "broadcast"
 # Bytes of a norm that ranks exchange (`optimizer/shares.py`).
 NORM_BYTES = 8
 
@@ -225,8 +225,8 @@ class _Counting:
 
     def _kernel(self, instruction: RunKernel, again: bool) -> Iterator[Collectives]:
         """Yield the collectives of a matmul that overlaps with them, or of several that run as one."""
-        kernel, fused_plan = instruction.kernel, self._rank_plan.fused_plan
-        column, rows = isinstance(kernel, ColumnKernel), kernel.row_dim is not None
+        kernel, fused_plan = instruction.kernel.fused, self._rank_plan.fused_plan
+        column, rows = kernel.kind == COLUMN, kernel.row_dim is not None
         node = self._plan.graph.nodes[kernel.nodes[0]]
         value = node.inputs[kernel.matmuls[0].x] if column else node.values[0]
         layout = fused_plan.inputs[node.name][kernel.matmuls[0].x] if column else fused_plan.layouts[value]
@@ -236,7 +236,7 @@ class _Counting:
         ahead, back = (inward, outward) if column else (outward, inward)
         kinds = [ahead]
         if value in self._plan.differentiable and not again:
-            kinds += [back, inward if column and kernel.settings.recompute_all_gather else None]
+            kinds += [back, inward if column and instruction.kernel.settings.recompute_all_gather else None]
         for kind in kinds if self._plan.mesh.shape[kernel.mesh_dim] > 1 else ():
             if kind is not None:
                 yield self._one(kind, kernel.mesh_dim, nbytes)

@@ -13,12 +13,13 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Value
 from ascend_parallel.sharding.layout import REPLICATE, with_placement
 from ascend_parallel.sharding.planner.operator_cost import multiply_adds
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.training.degrees.evaluation import slice_elements
 from ascend_parallel.training.degrees.folding import FoldedGraph

@@ -13,6 +13,7 @@ from ascend_parallel.patches.deepspeed import context
 from ascend_parallel.patches.deepspeed.layers import COLUMN, MODULE, ROW, DeepSpeed, layer_forward
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload import frameworks
 
 VERSIONS = ">=0.19,<0.20"
 NEWEST = "0.19.8"
@@ -38,6 +39,4 @@ def patches(settings: Settings) -> AppliedPatches:
     return AppliedPatches("deepspeed", version, layers, framework, on_top=[context.ON_TOP])
 
 
-DEEPSPEED = FrameworkPatch(
-    name="deepspeed", title="deepspeed", module=MODULE, make=patches, on_top=(context.ON_TOP.module,)
-)
+DEEPSPEED = FrameworkPatch.of(frameworks.DEEPSPEED, patches, on_top=(context.ON_TOP.module,))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.context import Part
+from ascend_parallel.overlap.context import Heads
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
@@ -67,7 +67,7 @@ def ulysses_forward(original: Function, deepspeed: DeepSpeed) -> Function:
             positions = torch.cat(list(gathered(kwargs["position_ids"], self.process_group)), dim=1)
         options = {**kwargs, "position_ids": positions}
 
-        def attention(_: Part, *received: torch.Tensor) -> torch.Tensor:
+        def attention(_: Heads, *received: torch.Tensor) -> torch.Tensor:
             q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in received)
             if self.kv_replication_factor > 1:
                 module.num_key_value_groups = q.shape[1] // k.shape[1]

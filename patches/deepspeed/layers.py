@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base import ConflictError, Function
 from ascend_parallel.patches.compiled import at_tracing, skip_frame, within_graphs
 from ascend_parallel.patches.framework import ONE_RANK, Framework
 from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload.frameworks import DEEPSPEED
 
-MODULE = "deepspeed.module_inject.layers"
+MODULE = DEEPSPEED.module
 ROW, COLUMN = "LinearAllreduce", "LinearLayer"
 KINDS = {ROW: "row", COLUMN: "column"}
 
@@ -55,13 +56,13 @@ class DeepSpeed(Framework):
             return f"its features are shared unevenly among ranks: {list(layer._partition_sizes)}"
         return None
 
-    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, problem: Problem) -> LayerShape | None:
-        """Return the shape that a call of `layer` will have beside `problem`, or None."""
+    def shape_ahead(self, layer: Any, group: dist.ProcessGroup, matmul: Matmul) -> LayerShape | None:
+        """Return the shape that a call of `layer` will have beside `matmul`, or None."""
         kind = next((KINDS.get(kind.__name__) for kind in type(layer).__mro__ if kind.__module__ == MODULE), None)
         if kind is None or self.uncovered(layer) or self.group_of(layer) is not group or layer.weight.dim() != 2:
             return None
         n, k = layer.weight.shape
-        return LayerShape.beside(problem, kind, k, n, sequence_parallel=False)
+        return LayerShape.beside(matmul, kind, k, n, sequence_parallel=False)
 
     def refuse_conflicts(self, layer: Any) -> None:
         """Raise `ConflictError` if DeepSpeed overlaps the same layers itself."""
@@ -73,7 +74,7 @@ class DeepSpeed(Framework):
             )
 
     def compared(self) -> Mapping[str, Any]:
-        """Return what must be the same on all ranks: the version."""
+        """Return the value that all ranks must share: the version."""
         return {"version of deepspeed": self.version}
 
 
@@ -123,6 +124,6 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
 
 
 def _gather_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gathers the features of a column layer's output."""
+    """Return the function that gathers the features of a column layer's output."""
     gather: Any = sys.modules[MODULE].GatherFromTensorParallelRegion
     return lambda y: gather.apply(layer.mp_group, y, layer._partition_sizes)

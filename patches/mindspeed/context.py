@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.overlap.context import Part
+from ascend_parallel.overlap.context import Heads
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
 from ascend_parallel.patches.exchanged_attention import exchanged_attention
@@ -56,7 +56,7 @@ def ulysses_forward(original: Function, megatron: Megatron) -> Function:
         if group.size() > key.shape[2]:  # as MindSpeed does: every head of queries gets keys of its own
             key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
 
-        def attention(_: Part, *received: torch.Tensor) -> torch.Tensor:
+        def attention(_: Heads, *received: torch.Tensor) -> torch.Tensor:
             o: torch.Tensor = self.local_attn(*received, *args, **kwargs)
             return o.view(*received[0].shape[:3], -1)
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import Function, Patch, PatchSet
-from ascend_parallel.patches.check import CheckedLinear
+from ascend_parallel.patches.check import CheckedCall, CheckedLinear
+from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework_patch import OnTop
 from ascend_parallel.patches.megatron.check import beside_original
 from ascend_parallel.patches.megatron.layers import Megatron
@@ -54,7 +56,7 @@ def forward_with_norm(original: Function, megatron: Megatron) -> Function:
         if reason is not None:
             megatron.log_uncovered(self, reason)
             return original(self, inp, is_first_microbatch, fp8_output)
-        linear = functools.partial(_checked, self, megatron)
+        linear = functools.partial(_linear, self, megatron)
         return original(AttributeOverlay(self, _linear_forward_impl=linear), inp, is_first_microbatch, fp8_output)
 
     vars(forward).update(ascend_parallel=megatron, uncovered=uncovered)
@@ -72,53 +74,53 @@ def uncovered(layer: Any, megatron: Megatron) -> str | None:
     return megatron.uncovered(layer)
 
 
-def _checked(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
-    """Stand in for Megatron's linear function: run `column_linear`, beside the function if the call is checked."""
-    if megatron.verifier is None:
-        return _linear(layer, megatron, call)
-    x, weight = call["input"], call["weight"]
+def _linear(layer: Any, megatron: Megatron, **call: Any) -> torch.Tensor:
+    """Stand in for Megatron's linear function, with its arguments: run `column_linear`."""
+    x, weight, group = call["input"], call["weight"], megatron.group_of(layer)
+    reduces = bool(call["allreduce_dgrad"] or call["sequence_parallel"])
+    options = {"sequence_parallel": call["sequence_parallel"], "reduce_input_grad": reduces}
+
+    def ours(known: Known, begin: Begin | None) -> torch.Tensor:
+        return column_linear(
+            x,
+            weight,
+            call["bias"],
+            group=group,
+            settings=megatron.settings,
+            known=known,
+            **options,
+            before_communicating=megatron.confirm(group),
+            weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),
+        )
 
     def original(stand_in: Any, aliased_x: torch.Tensor, aliased_weight: torch.Tensor) -> tuple[torch.Tensor, None]:
         bias = None if call["bias"] is None else stand_in.bias
         aliased = {"input": aliased_x, "weight": aliased_weight, "bias": bias, "gradient_accumulation_fusion": False}
         return layer._linear_forward_impl(**(call | aliased | {"grad_output_buffer": None})), None
 
-    options = _options(call)
-    linear = CheckedLinear(
+    def checked(known: Known, run: Run) -> CheckedCall:
+        linear = CheckedLinear(
+            layer=layer,
+            kind="column",
+            x=x,
+            weight=weight,
+            group=group,
+            settings=megatron.settings,
+            known=known,
+            sequence_parallel=call["sequence_parallel"],
+            reduces=not getattr(layer, "disable_grad_reduce", False),
+        )
+        return beside_original(linear, run, original)
+
+    covered = CoveredCall(
         layer=layer,
-        kind="column",
-        x=x,
-        weight=weight,
-        group=megatron.group_of(layer),
-        settings=lambda: megatron.chunks_for(layer, "column", x, weight, **options).settings,
-        sequence_parallel=call["sequence_parallel"],
-        reduces=not getattr(layer, "disable_grad_reduce", False),
-    )
-    run = functools.partial(_linear, layer, megatron, call)
-    y: torch.Tensor = megatron.verifier.run(beside_original(linear, run, original))
-    return y
-
-
-def _options(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call that the tuner distinguishes."""
-    reduces = bool(call["allreduce_dgrad"] or call["sequence_parallel"])
-    return {"sequence_parallel": call["sequence_parallel"], "reduce_input_grad": reduces}
-
-
-def _linear(layer: Any, megatron: Megatron, call: dict[str, Any], begin: Begin | None = None) -> torch.Tensor:
-    """Run the layer's matmul and collective with the arguments of Megatron's linear function."""
-    x, weight, options = call["input"], call["weight"], _options(call)
-    group, chunks = megatron.prepare(layer, "column", x, weight, **options)
-    if chunks.original:
-        y: torch.Tensor = layer._linear_forward_impl(**call)
-        return y
-    return column_linear(
-        x,
-        weight,
-        call["bias"],
         group=group,
-        settings=chunks.settings,
-        **options,
-        before_communicating=megatron.confirm(group),
-        weight_gradient=megatron.weight_gradient(layer, weight, begin, deferrable=False),
+        device=x.device,
+        agreeing=None,
+        decide=functools.partial(megatron.prepare, layer, "column", x, weight, group, **options),
+        ours=ours,
+        theirs=lambda: layer._linear_forward_impl(**call),
+        checked=checked,
     )
+    y: torch.Tensor = run_covered(megatron, covered)
+    return y

@@ -16,10 +16,10 @@ from typing import Any
 
 from ascend_parallel.patches.base import Function, Patch, PatchError, PatchSet
 from ascend_parallel.patches.megatron.built_classes import COC, NAMES, flag_of
-from ascend_parallel_autoload import COC_FEATURES
+from ascend_parallel_autoload.frameworks import MEGATRON, MINDSPEED_COC
 
 # MindSpeed-LLM has a subclass of MindSpeed's feature, with its own method.
-MODULES = COC_FEATURES
+MODULES = MINDSPEED_COC
 USER_CONFIG = "mindspeed.core.tensor_parallel.coc_feature.user_config"
 
 # Argument of MindSpeed -> field of Settings.
@@ -51,7 +51,7 @@ def patch_set(module: str, take: Callable[[dict[str, Any]], bool]) -> PatchSet:
 
 def refuse_late() -> None:
     """Raise `PatchError` if MindSpeed's CoC has replaced Megatron-core's layers already."""
-    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    layers = sys.modules.get(MEGATRON.module)
     if layers is not None and flag_of(getattr(layers, NAMES[0], None)) == COC:
         raise PatchError(
             "COC_TAKE_OVER=1 came too late: MindSpeed's CoC has replaced Megatron-core's layers. Import "

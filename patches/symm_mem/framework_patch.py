@@ -5,9 +5,9 @@ from __future__ import annotations
 from ascend_parallel.patches.base import PatchError, PatchSet, PatchStatus
 from ascend_parallel.patches.framework_patch import AppliedPatches, FrameworkPatch
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload import frameworks
 
-TITLE = "torch's symm_mem"
-MODULE = "torch.distributed._symmetric_memory"
+TITLE = frameworks.SYMM_MEM.title
 
 
 class SymmMemPatches(AppliedPatches):
@@ -43,12 +43,4 @@ class SymmMemPatches(AppliedPatches):
         return f"{len(self._registered)} kernels of {TITLE} registered"
 
 
-SYMM_MEM = FrameworkPatch(
-    name="symm_mem",
-    title=TITLE,
-    module=MODULE,
-    make=SymmMemPatches,
-    # Programs of torch.compile import the operators late, in the middle of the pass.
-    before=("torch.distributed.tensor.parallel.style",),
-    opt_in=True,
-)
+SYMM_MEM = FrameworkPatch.of(frameworks.SYMM_MEM, SymmMemPatches)

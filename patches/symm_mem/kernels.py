@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ascend_parallel.ops.call import ALL_GATHER, REDUCE_SCATTER
 from ascend_parallel.ops.operators import (
+    decided,
+    gather_sizes,
     rows_of,
     run_all_gather_matmul,
     start_gather_rows,
@@ -75,7 +78,8 @@ def all_gather_matmul(
     leading = (x.shape[0] * group.size(), *x.shape[1:-1])
     widest = max(range(len(bs)), key=lambda index: bs[index].shape[1])
     keep = return_A or len(bs) > 1
-    y_m, a_m = run_all_gather_matmul(x, bs[widest], group, settings, keep)
+    decision = decided(ALL_GATHER, x, bs[widest], group, settings)
+    y_m, a_m = run_all_gather_matmul(x, bs[widest], group, decision, keep)
     products = [y_m if i == widest else _product(a_m, b) for i, b in enumerate(bs)]
     outputs = [y.view(*leading, b.shape[1]).movedim(0, gather_dim) for y, b in zip(products, bs, strict=True)]
     if not return_A:
@@ -109,10 +113,13 @@ def matmul_reduce_scatter(
         )
     shape[scatter_dim] //= group.size()
     if scatter_dim == a.ndim - 1:  # the columns of a @ b are the rows of its transpose
-        y = start_matmul_reduce_scatter(b.t(), rows_of(a).t(), group, settings).wait().t().reshape(shape)
+        x, w = b.t(), rows_of(a).t()
+        decision = decided(REDUCE_SCATTER, x, w, group, settings)
+        y = start_matmul_reduce_scatter(x, w, group, decision).wait().t().reshape(shape)
     else:
         x = a.movedim(scatter_dim, 0)
-        y_m = start_matmul_reduce_scatter(x, b, group, settings).wait()
+        decision = decided(REDUCE_SCATTER, x, b, group, settings)
+        y_m = start_matmul_reduce_scatter(x, b, group, decision).wait()
         y = y_m.view(shape[scatter_dim], *x.shape[1:-1], shape[-1]).movedim(0, scatter_dim)
     y = y.contiguous()
     return y.div_(group.size()) if reduce_op == "avg" else y
@@ -128,7 +135,8 @@ def _gather_columns(
 ) -> torch.Tensor:
     """Return A [..., K] of a_shard [..., K / R], contiguous."""
     shape, ranks = a_shard.shape, group.size()
-    stacked = start_gather_rows(a_shard, group, settings, b.shape[-1]).wait().view(ranks, *shape)
+    sizes = gather_sizes(a_shard, b.shape[-1], group, settings)
+    stacked = start_gather_rows(a_shard, group, sizes).wait().view(ranks, *shape)
     return compute(BESIDE, "copy", torch.cat, stacked.unbind(), -1)
 
 

@@ -26,8 +26,9 @@ from ascend_parallel.patches.torch_native.styles import (
     prepare_row_output,
 )
 from ascend_parallel.settings import Settings
+from ascend_parallel_autoload import frameworks
 
-MODULE = "torch.distributed.tensor.parallel.style"
+MODULE = frameworks.TORCH.module
 VERSIONS = ">=2.7,<2.16"
 NEWEST = "2.13.0"
 
@@ -88,4 +89,4 @@ def patch_set() -> PatchSet:
     return PatchSet("torch", VERSIONS, found, newest=NEWEST)
 
 
-TORCH = FrameworkPatch(name="torch", title="torch", module=MODULE, make=patches)
+TORCH = FrameworkPatch.of(frameworks.TORCH, patches)

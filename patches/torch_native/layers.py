@@ -27,7 +27,14 @@ from ascend_parallel.patches.dtensor_linear import (
     positive,
     replicated,
 )
-from ascend_parallel.patches.linear_call import LinearCall, column_input, layer_of, row_output, run_linear, too_few_rows
+from ascend_parallel.patches.linear_call import (
+    LinearCall,
+    column_input,
+    layer_around,
+    row_output,
+    run_linear,
+    too_few_rows,
+)
 from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
 # The attribute of a row layer's partial result that torch is to sum.
@@ -97,11 +104,11 @@ class _OfModule:
     """Answers for a forward that is the same function on all modules, by what a style installed on the module."""
 
     def uncovered(self, module: Any) -> str | None:
-        """Return what `Installation.uncovered` does."""
+        """Ask `Installation.uncovered`."""
         return installed_on(module).uncovered(module)
 
     def compiled_away(self, module: Any, how: Compiled) -> bool:
-        """Return what `Installation.compiled_away` does."""
+        """Ask `Installation.compiled_away`."""
         return installed_on(module).compiled_away(module, how)
 
 
@@ -193,7 +200,7 @@ def install(module: Any, installed: InstallationByStyle) -> None:
 
 
 def installed_by_style(module: Any) -> InstallationByStyle | None:
-    """Return what a style installed on a module, whichever forward it has now, or None."""
+    """Return the installation of a style on a module, whichever forward the module has now, or None."""
     found = vars(module).get(INSTALLED)
     return found if isinstance(found, InstallationByStyle) else None
 
@@ -248,7 +255,7 @@ def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) 
     if too_few_rows(framework, call):
         return None
     framework.log_replaced(module, f"its forward is {full_name(module.forward)}, on top of the layer's or in its place")
-    return layer_of(framework, call)
+    return layer_around(framework, call)
 
 
 def _run(

@@ -7,6 +7,7 @@ it is Replicate() to everyone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,16 +17,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import COLUMN
 from ascend_parallel.overlap.linear import column_linear
 from ascend_parallel.overlap.shared_column import shared_column_linear
 from ascend_parallel.patches.batch_first import BatchFirstWeightGradient, swapped
+from ascend_parallel.patches.covered_call import CoveredCall, run_covered
 from ascend_parallel.patches.dtensor_linear import replicated
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.patches.linear_call import LinearCall, column_input, torch_linear
-from ascend_parallel.settings import Settings
 
 GATHER = "_ascend_parallel_gather"
 _TENSOR: Any = torch.Tensor
@@ -88,22 +90,29 @@ class SharedGather:
         products: gets the product with the first layer's weight, as of `enter_column`.
         """
         framework, first = self._framework, self._first
-        weight, x = first.weight.to_local(), DTensor.to_local(self.x)
-        group, chunks = framework.prepare(first, "column", x, weight, sequence_parallel=True)
-        if chunks.original:
-            # Tuning keeps the matmul whole: torch's own gather, whose backward sums all readers' gradients.
-            whole = self.x.redistribute(placements=[Replicate()])
-            return None, whole.to_local(grad_placements=[Partial()])
-        if call is not None and call.layer is first and call.own_matmul is None:
-            return _gathering(framework, call, group, chunks.settings)
-        layer = ParallelLinear(
-            kind=COLUMN,
+        weight, x, group = first.weight.to_local(), DTensor.to_local(self.x), framework.group_of(first)
+
+        def ours(known: Known, _: object) -> tuple[torch.Tensor | None, torch.Tensor]:
+            if call is not None and call.layer is first and call.own_matmul is None:
+                return _gathering(framework, call, group, known)
+            layer = _gathering_layer(framework, group, known)
+            return None, column_input(x, weight.detach(), layer, self._sequence_dim, products)
+
+        def theirs() -> tuple[None, torch.Tensor]:  # torch's own gather, whose backward sums all readers' gradients
+            return None, self.x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        gather = CoveredCall(
+            layer=first,
             group=group,
-            settings=chunks.settings,
-            sequence_parallel=True,
-            before_communicating=framework.confirm(group),
+            device=x.device,
+            agreeing=None,
+            decide=functools.partial(framework.prepare, first, COLUMN, x, weight, group, sequence_parallel=True),
+            ours=ours,
+            theirs=theirs,
+            checked=None,  # layers share no gather where they are checked (styles.py)
         )
-        return None, column_input(x, weight.detach(), layer, self._sequence_dim, products)
+        output, rows = run_covered(framework, gather)
+        return output, rows
 
     def gathered(self, products: list[torch.Tensor] | None = None) -> DTensor:
         """Return the gathered DTensor, for other readers than the layers; `products` as of `_gather`."""
@@ -208,21 +217,27 @@ def _reading(framework: Framework, call: LinearCall, rows: torch.Tensor) -> torc
 
 
 def _gathering(
-    framework: Framework, call: LinearCall, group: dist.ProcessGroup, settings: Settings
+    framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of the first layer, and the gathered rows."""
     options: dict[str, Any] = {}
     x, second = call.x, call.sequence_dim == 1
     if second:
         options["weight_gradient"] = BatchFirstWeightGradient(x.shape[0])
-    layer = ParallelLinear(
-        kind=COLUMN,
-        group=group,
-        settings=settings,
-        sequence_parallel=True,
-        before_communicating=framework.confirm(group),
-        dtensors=(None, call.dtensors[1]),
-        **options,
-    )
+    layer = _gathering_layer(framework, group, known, dtensors=(None, call.dtensors[1]), **options)
     y, rows = shared_column_linear(swapped(x) if second else x, call.weight, call.bias, layer)
     return (swapped(y), swapped(rows)) if second else (y, rows)
+
+
+def _gathering_layer(framework: Framework, group: dist.ProcessGroup, known: Known, **options: Any) -> ParallelLinear:
+    """Return the column layer that gathers the rows of a shared input."""
+    return ParallelLinear(
+        kind=COLUMN,
+        group=group,
+        settings=framework.settings,
+        known=known,
+        arithmetic=known.arithmetic(framework.settings),
+        sequence_parallel=True,
+        before_communicating=framework.confirm(group),
+        **options,
+    )

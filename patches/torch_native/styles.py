@@ -29,6 +29,7 @@ from ascend_parallel.patches.torch_native.layers import (
     summed_row,
 )
 from ascend_parallel.patches.torch_native.shared import SharedGather, share, shared_gather
+from ascend_parallel_autoload.frameworks import TORCH
 
 ACTIVE_PATCH = ActivePatch()
 # The attribute of a PrepareModuleInput that holds its module that is being called.
@@ -232,6 +233,6 @@ def _computes_otherwise(module: Any) -> str | None:
 
 def _same_style(style: Any, name: str) -> str | None:
     kind = type(style)
-    if (kind.__module__, kind.__name__) != ("torch.distributed.tensor.parallel.style", name):
+    if (kind.__module__, kind.__name__) != (TORCH.module, name):
         return f"its style {kind.__name__} is a class of its own"
     return None

@@ -1,5 +1,7 @@
 """Invalid numbers and files of commands: an error that names them, and exit status 2."""
 
+import json
+
 import pytest
 from marks import promise
 from typer.testing import CliRunner
@@ -115,3 +117,57 @@ def test_a_hardware_file_of_wrong_values_is_refused(tmp_path, text):
     file.write_text(text)
     result = CliRunner().invoke(app, ["predict", "--hardware-file", str(file), "--model", "llama2-7b"])
     assert result.exit_code == 2, (result.output, result.exception)
+
+
+FILES = {
+    "text.json": '"llama"',
+    "few.json": '{"model_type": "llama", "hidden_size": 64, "intermediate_size": null}',
+    "few.toml": "hidden = 64",
+    "model.py": "wrong = 3",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("predict --model-file text.json", "text.json has a text in place of a table: give model_type and sizes"),
+        (
+            "predict --model-file few.json",
+            "few.json has no num_hidden_layers, intermediate_size, num_attention_heads, vocab_size",
+        ),
+        ("predict --model-file few.toml", "few.toml has no layers, ffn, heads, vocab"),
+        ("predict", "give --model, --model-file or --mindformers"),
+        ("predict --model llama2-7b --virtual-stages 3", "--virtual-stages=3 is not allowed: give 1 with --pp 1"),
+        (
+            "predict --model llama2-7b --cp 7 --cp-exchange heads",
+            "--cp-exchange='heads' is not allowed: give gather: --cp 7 does not divide the 4 heads of a rank",
+        ),
+        ("try", "try: LAUNCH is missing: Your launch, behind --, as in: ascend-parallel try -- torchrun train.py;"),
+        ("checkpoint show", "checkpoint show: PATH is missing: A checkpoint"),
+        ("checkpoint show nowhere", "nowhere: no such folder; give the folder that checkpoints were saved to"),
+        ("checkpoint show model.py", "model.py: that is a file; give the folder that checkpoints were saved to"),
+        ("timeline model.py", "model.py: that is a file; give the folder that COC_TIMELINE named"),
+        ("propagate model.py:wrong --mesh dp=2", "model.py:wrong is 3, no function"),
+        ("propagate model.py:wrong --mesh dp=0", "--mesh 'dp=0': give names and sizes of at least 1"),
+        ("propagate model.py:wrong --mesh dp=2,dp=2", "--mesh 'dp=2,dp=2': give each name once"),
+        ("doctor --group 0", "greater than or equal to 2"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(app, words.split())
+    assert (result.exit_code, result.output.count("\n")) == (2, 1), (result.output, result.exception)
+    assert said in result.output
+
+
+def test_heads_that_context_parallel_ranks_cannot_share_are_gathered():
+    found = json.loads(CliRunner().invoke(app, ["predict", "--model", "llama2-7b", "--cp", "7", "--json"]).stdout)
+    assert found["cp_exchange"] == "gather"
+
+
+def test_a_table_of_gains_that_are_all_0_is_a_sentence():
+    found = CliRunner().invoke(app, [*LLAMA, "--tp", "1", "--dp", "4"]).output
+    assert "no schedule of chunks gains anything" in found
+    assert "0.0%" not in found

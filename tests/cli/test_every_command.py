@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import typer
 from launch import forked_python
+from profiles import of_gpu
+from profiles import write as write_profile
 from timelines import made
 from typer.testing import CliRunner
 
@@ -50,6 +52,7 @@ CALLS = {
     ("bench",): TIMED,
     ("tune",): (*TIMED, "--out", "{folder}/plan.json"),
     ("report",): ("--ranks", "2", "--quick", "--only", "doctor", "--out", "{folder}"),
+    ("audit",): ("{folder}/trace.json",),
     ("timeline",): ("{folder}/spans", "--no-png"),
     ("propagate",): (MODEL, "--mesh", "mp=2"),
     ("strategy",): (PLANNED, "--config", GPT),
@@ -96,7 +99,8 @@ def name_of(words):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A temporary folder with a timeline and a checkpoint."""
+    """A temporary folder with a timeline, a profile and a checkpoint."""
+    write_profile(tmp_path / "trace.json", of_gpu())
     (tmp_path / "spans").mkdir()
     for rank in range(2):
         write(tmp_path / "spans", *made(rank, steps=3))
@@ -156,7 +160,7 @@ def test_an_unknown_option_is_named(words, folder):
 
 
 # Of those that show their progress test_progress.py reads the JSON.
-SHOWING = ("doctor", "propagate", "strategy", "plan-training", "predict", "bench", "timeline", "checkpoint")
+SHOWING = ("doctor", "propagate", "strategy", "plan-training", "predict", "bench", "timeline", "audit", "checkpoint")
 
 
 @pytest.mark.sample("explain", "status")

@@ -10,7 +10,7 @@ from launch import forked_python
 from typer.testing import CliRunner
 
 import ascend_parallel
-from ascend_parallel import Problem
+from ascend_parallel import Matmul
 from ascend_parallel.cli.app import app
 from ascend_parallel.tuning.cost_model.models import all_models
 
@@ -29,7 +29,7 @@ def test_the_command_says_what_the_python_function_says(run):
     result = run(*SHAPE, "--layer", "row", "--no-sequence-parallel")
     assert result.exit_code == 0, result.output
     shm = ascend_parallel.status().kernels["shm"]
-    problem = Problem(
+    problem = Matmul(
         "matmul_all_reduce", 2048, 1024, 512, torch.float32, "cpu", 2, shm=None if shm == "available" else shm
     )
     assert result.output == f"row (row), forward: {ascend_parallel.explain(problem)}\n"

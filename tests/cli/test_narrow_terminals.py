@@ -78,7 +78,7 @@ def test_timeline_at_80_columns(tmp_path):
         header, passes = made(rank, chunks=4, slower=12)
         write(tmp_path, header, [{**each, "layer": layer} for each in passes])
     command = ["timeline", str(tmp_path), "--no-png"]
-    wide = CliRunner().invoke(app, command).stdout
+    wide = CliRunner(env={"COLUMNS": "200"}).invoke(app, command).stdout
     narrow = CliRunner(env={"FORCE_COLOR": "1", "TERM": "dumb"}).invoke(app, command).stdout  # a terminal of 80
     (row,) = (line for line in wide.splitlines() if layer in line)
     table, *_ = re.split(r"^T: ", narrow, flags=re.MULTILINE)

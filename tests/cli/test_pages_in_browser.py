@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import typer
 from browser import chromium, look
+from profiles import of_gpu
+from profiles import write as write_profile
 from timelines import made
 from typer.testing import CliRunner
 
@@ -14,7 +16,10 @@ from ascend_parallel.diagnostics.timeline.files import write
 ROOT = Path(__file__).parents[2]
 MODEL = f"{ROOT}/examples/sharding/llama.py:small"
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no chromium: install one, or name it in CHROMIUM")
+pytestmark = [
+    pytest.mark.slow,  # `make pages` runs them too
+    pytest.mark.skipif(chromium() is None, reason="no chromium: install one, or name it in CHROMIUM"),
+]
 
 
 ROOMY = """
@@ -88,7 +93,13 @@ def fits(page, picture):
 def test_every_page_of_the_package_is_looked_at_here():
     """A new template, or a new option that writes a page or a picture, belongs into this file."""
     templates = {file.name for file in (ROOT / "ascend_parallel").rglob("*.jinja")}
-    assert templates == {"lanes.html.jinja", "page.html.jinja", "picture.svg.jinja", "report.html.jinja"}
+    assert templates == {
+        "audit.html.jinja",
+        "lanes.html.jinja",
+        "page.html.jinja",
+        "picture.svg.jinja",
+        "report.html.jinja",
+    }
     commands = typer.main.get_command(app).commands
     options = {
         (name, option.opts[0])
@@ -98,7 +109,13 @@ def test_every_page_of_the_package_is_looked_at_here():
     }
     # matplotlib draws --plot and timeline.png, and fits its text itself (layout="constrained").
     charts = {("bench", "--plot"), ("timeline", "--png"), ("timeline", "--open")}
-    pages = {("predict", "--html"), ("propagate", "--html"), ("strategy", "--html"), ("strategy", "--schedule")}
+    pages = {
+        ("audit", "--html"),
+        ("predict", "--html"),
+        ("propagate", "--html"),
+        ("strategy", "--html"),
+        ("strategy", "--schedule"),
+    }
     assert options - charts == pages
 
 
@@ -174,3 +191,11 @@ def test_the_report_of_a_timeline_fits_the_window(tmp_path):
     done = CliRunner().invoke(app, ["timeline", str(tmp_path), "--no-png"])
     assert done.exit_code == 0, done.output
     assert look(tmp_path / "report.html", tmp_path / "report.png") == {"width": 1280, "found": []}
+
+
+def test_the_audit_of_a_profile_fits_the_window(tmp_path):
+    page = tmp_path / "audit.html"
+    for rank in range(8):
+        write_profile(tmp_path / f"rank{rank}.json", of_gpu(rank, steps=3, ranks=8))
+    written(tmp_path, "audit", tmp_path, "--html", page)
+    fits(page, tmp_path / "audit.png")

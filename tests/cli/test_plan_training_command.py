@@ -20,7 +20,8 @@ PLANNED = f"{EXAMPLES / 'train.py'}:planned"
 
 
 def tell(*options):
-    return CliRunner().invoke(app, ["plan-training", *map(str, options)])
+    # output that is redirected has 80 columns, on which its rows are stacked
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan-training", *map(str, options)])
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,8 @@ def test_it_says_the_ten_best_and_why_the_others_lose():
     assert [row.split()[0] for row in rows] == [str(place) for place in range(1, 11)]
     assert rows[0].endswith("the fastest")
     assert all("+" in row or "as fast" in row for row in rows[1:])
+    split = any(f" {schedule} " in rows[0] for schedule in ("zbv", "zero_bubble"))
+    assert ("its bytes and seconds are those of 1F1B" in found.stdout) == split
     assert "wrote planned-4.toml" in found.stdout
     assert Path("planned-4.toml").read_text().startswith(HEADER)
 

@@ -15,7 +15,7 @@ from ascend_parallel.tuning.cost_model.models import all_models
 def run():
     app = typer.Typer()
     app.command(help=command.EXAMPLES)(command.predict)
-    return lambda *words: CliRunner().invoke(app, list(words))
+    return lambda *words: CliRunner(env={"COLUMNS": "200"}).invoke(app, list(words))
 
 
 def test_the_command_prints_tables_and_json(run):
@@ -60,7 +60,7 @@ def test_the_command_predicts_a_shaped_link(run):
         (("--model", "llama2-7o", "--hardware", "910b"), "did you mean llama2-7b?"),
         (("--model", "llama2-7b", "--hardware", "910b5"), "did you mean 910b?"),
         (("--model", "llama2-7b", "--hardware", "910b", "--hardware-file", "own.toml"), "give either --hardware or"),
-        (("--hardware", "910b"), "give either --model or --model-file"),
+        (("--hardware", "910b"), "give --model, --model-file or --mindformers"),
         (("--model", "llama2-7b", "--hardware", "910b", "--tp", "0"), "Invalid value for '--tp'"),
         (
             ("--model", "llama2-7b", "--hardware", "910b", "--ep", "2"),
@@ -138,5 +138,13 @@ def test_a_mindformers_file_gives_the_model_and_the_degrees(run, tmp_path):
     more = ("--zero", "1", "--recompute", "full", "--recompute-layers", "2", "--no-sequence-parallel", "--json")
     same = json.loads(run("--model-file", str(config), *words, *more).output)
     assert found["step"] == same["step"] and found["memory"] == same["memory"]
+    text = run("--mindformers", str(file)).output
+    assert "PP 2 (1f1b, 8 micro-batches) = 16 ranks" in text and "recompute full, 2 layers a stage" in text
+    assert text.index("verdict:") < text.index("keys of MindFormers")  # the answer first
+    file.write_text(file.read_text().replace("model_type: qwen3", "pet_config: {pet_type: lora}"))
+    refused = run("--mindformers", str(file))
+    assert refused.exit_code == 2 and "has no model_type; or give --model or --model-file" in refused.output
+    given = run("--mindformers", str(file), "--model-file", str(config)).output
+    assert "note: the file trains adapters (pet_config)" in given[given.index("verdict:") :]
     refused = run("--mindformers", str(file), "--tp", "8")
     assert refused.exit_code == 2 and "--mindformers: leave out --tp, which the file gives" in refused.output

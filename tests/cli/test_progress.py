@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from launch import forked_python
+from profiles import of_gpu
+from profiles import write as write_profile
 from timelines import made
 from typer.testing import CliRunner
 
@@ -53,6 +55,7 @@ LONG = [
     (("predict", "--model", "llama2-7b"), "predicting"),
     (("bench", *TIMED), "starting the ranks"),
     (("timeline", "{folder}/spans", "--no-png"), "merging"),
+    (("audit", "{folder}/trace.json"), "reading"),
     (("checkpoint", "show", "{folder}/saved"), "comparing checksums"),
     (("checkpoint", "convert", "{folder}/saved", "{folder}/whole.pt", "--to", "torch"), "converting"),
     (("checkpoint", "diff", "{folder}/saved", "{folder}/saved"), "comparing"),
@@ -67,7 +70,8 @@ def _forked_ranks(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A temporary folder with a model, a timeline and a checkpoint."""
+    """A temporary folder with a model, a timeline, a profile and a checkpoint."""
+    write_profile(tmp_path / "trace.json", of_gpu())
     (tmp_path / "model.py").write_text(MLP)
     (tmp_path / "spans").mkdir()
     for rank in range(2):

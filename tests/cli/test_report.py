@@ -19,7 +19,7 @@ from ascend_parallel.cli.report.command import NAME, _run, complete, write
 from ascend_parallel.cli.report.page import markdown
 from ascend_parallel.cli.report.redaction import Redaction
 from ascend_parallel.cli.report.sections import SECTIONS, Request, Section
-from ascend_parallel.ops.problem import OPERATORS
+from ascend_parallel.ops.call import OPERATORS
 from ascend_parallel.ops.registry import KERNELS
 
 # What stands in the environment, and must stand in no file.

@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, ["timeline", *(str(argument) for argument in arguments)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["timeline", *(str(argument) for argument in arguments)])
     return result.exit_code, result.stdout, result.stderr
 
 

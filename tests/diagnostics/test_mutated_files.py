@@ -23,7 +23,6 @@ from ascend_parallel.diagnostics.timeline import files as timeline_files
 from ascend_parallel.diagnostics.timeline.files import TimelineError
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.environment import read_settings
-from ascend_parallel.patches.megatron.checkpoint import megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     CheckpointReader,
@@ -33,6 +32,7 @@ from ascend_parallel.training.checkpoint import (
     write_safetensors,
 )
 from ascend_parallel.training.checkpoint import folder as folders
+from ascend_parallel.training.checkpoint.megatron import megatron_state
 from ascend_parallel.tuning.measured.chunk_plan import load_plan
 
 VALUES = [

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from timelines import OPERATORS, operators, step
 
 from ascend_parallel import Settings, ops, timeline
+from ascend_parallel.diagnostics.intervals import length, within
 from ascend_parallel.diagnostics.timeline.files import read_run
-from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed, length, table, within
+from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed, table
 from ascend_parallel.ops.record import RECORDING
 
 

@@ -13,12 +13,13 @@ from jinja2 import UndefinedError
 from marks import promise
 from timelines import MS, made
 
+from ascend_parallel.diagnostics.intervals import length, union, within, without
 from ascend_parallel.diagnostics.timeline import files as timeline_files
 from ascend_parallel.diagnostics.timeline.align import Difference, align
 from ascend_parallel.diagnostics.timeline.files import read_run, write
 from ascend_parallel.diagnostics.timeline.merge import merge
 from ascend_parallel.diagnostics.timeline.picture import picture
-from ascend_parallel.diagnostics.timeline.table import length, table, union, within, without
+from ascend_parallel.diagnostics.timeline.table import table
 from ascend_parallel.diagnostics.timeline.trace import trace, tracks
 from ascend_parallel.text import templates
 from ascend_parallel.text.templates import render
@@ -288,9 +289,11 @@ def test_every_page_extends_the_one_frame_and_is_filled_in_one_place():
     package = Path(templates.__file__).parents[1]
     frame = Path(templates.__file__).with_name("page.html.jinja")
     pages = set(package.rglob("*.html.jinja")) - {frame}
-    assert {page.name for page in pages} == {"report.html.jinja", "page.html.jinja", "lanes.html.jinja"}
+    names = {"report.html.jinja", "page.html.jinja", "lanes.html.jinja", "rank_lanes.html.jinja", "audit.html.jinja"}
+    assert {page.name for page in pages} == names
     for page in pages:
-        assert page.read_text(encoding="utf-8").startswith('{% extends "page.html.jinja" %}'), page
+        extends = "rank_lanes" if page.name in ("report.html.jinja", "audit.html.jinja") else "page"
+        assert page.read_text(encoding="utf-8").startswith(f'{{% extends "{extends}.html.jinja" %}}'), page
     sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
     assert [file for file, code in sources.items() if "jinja2" in code and file != Path(templates.__file__)] == []
     assert [file for file, code in sources.items() if "<html" in code or "<!DOCTYPE" in code] == []

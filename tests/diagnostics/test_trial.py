@@ -1,8 +1,11 @@
 """`ascend-parallel try`: a launch is compared as it is; each failure ends with its reason, and with no process left."""
 
+import contextlib
+import gc
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.diagnostics.step_record import StepRecord
-from ascend_parallel.diagnostics.trial import LOSS, SAID, TrialError, TrialResult, try_overlap
+from ascend_parallel.diagnostics import trial
+from ascend_parallel.diagnostics.audit.account import RankTime
+from ascend_parallel.diagnostics.step_record import VARIABLE, StepRecord
+from ascend_parallel.diagnostics.trial import LOSS, SAID, TrialError, TrialResult, step_profile, try_overlap
 
 COVERED = ("overlap is on: 4 chunks; 9 of 9 linear layers covered, on 2 ranks",)
 PROGRAM = """
@@ -112,6 +117,97 @@ def test_the_first_optimizer_counts_the_steps(tmp_path, monkeypatch):
     assert lines[0]["digest"] != lines[1]["digest"] != lines[2]["digest"]
 
 
+def test_a_step_behind_the_last_is_profiled_unless_the_program_profiles_itself(tmp_path, monkeypatch):
+    ended = []
+    gc.collect()  # profilers of other tests
+    monkeypatch.setattr(os, "_exit", ended.append)
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def run(rank, own):
+        monkeypatch.setenv("RANK", str(rank))
+        record = StepRecord(tmp_path, 2, profiles=True)
+        for _ in range(3):
+            with torch.profiler.profile() if own else contextlib.nullcontext():
+                record.before(optimizer, lambda: None)
+                record.after(optimizer)
+            (torch.ones(8, 8) @ weight).sum().backward()
+        record.before(optimizer, lambda: None) if own else None
+
+    run(0, own=False)
+    assert ended == [0]
+    profiled, reason = step_profile(tmp_path)
+    assert reason == "" and profiled.mean.matmul > 0 and profiled.mean.exposed == 0
+    run(1, own=True)
+    assert [path.name for path in tmp_path.glob("*.trace")] == ["rank0.trace"]
+    assert step_profile(tmp_path) == (None, "1 of 2 ranks wrote one")
+    assert step_profile(tmp_path / "nothing")[1].startswith("the program ended with its last step")
+
+
+def test_ranks_begin_their_profiles_together(tmp_path, monkeypatch):
+    """A rank that begins earlier would show the other's start as waiting for collectives."""
+    gc.collect()  # profilers of other tests
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    record = StepRecord(tmp_path, 1, profiles=True)
+    came = []
+
+    def come():
+        came.append(torch.autograd.profiler._is_profiler_enabled)
+        (tmp_path / "rank1.profiled").touch()
+
+    other = threading.Timer(2.0, come)
+    other.start()
+    record.before(optimizer, lambda: None)
+    record.after(optimizer)
+    assert came == [True]
+    record._profiler.stop()
+
+
+@pytest.mark.parametrize("kind", ["scheduled", "later", "full"])
+def test_a_profile_that_cannot_be_leaves_the_program_as_it_is(tmp_path, monkeypatch, capsys, kind):
+    """A profiler that the program has begun or begins, and a full disk: the program ends as without a profile."""
+    ended = []
+    gc.collect()  # profilers of other tests
+    monkeypatch.setattr(os, "_exit", ended.append)
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    record = StepRecord(tmp_path, 1, profiles=True)
+    plan = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    own = torch.profiler.profile(schedule=plan) if kind == "scheduled" else contextlib.nullcontext()
+    with own:  # scheduled, it warms up, and records from the next step on
+        record.before(optimizer, lambda: None)
+        record.after(optimizer)
+        if kind == "scheduled":
+            own.step()
+        with torch.profiler.profile() if kind == "later" else contextlib.nullcontext():
+            (torch.ones(8, 8) @ weight).sum().backward()
+        if kind == "full":
+            monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+        record.before(optimizer, lambda: None)
+    assert ended == [0] and (tmp_path / "rank0.done").exists() and not list(tmp_path.glob("*.trace"))
+    assert ("was not written: no space left" in capsys.readouterr().err) == (kind == "full")
+
+
+def full(*_):
+    raise OSError("no space left")
+
+
+def test_the_verdict_says_where_the_time_went():
+    times = {"rank": None, "step": 10.0, "matmul": 5.0, "computing": 6.0, "communicating": 4.0, "idle": 1.0}
+    plain, overlapped = RankTime(**times, exposed=3.0, host=0.5), RankTime(**times, exposed=1.0, host=0.75)
+    result = made(plain_profile=plain, overlapped_profile=overlapped)
+    assert "exposed communication is 3.0 ms plain and 1.0 ms overlapped" in result.verdict
+    assert "waiting for the host 0.5 and 0.8 ms" in result.verdict
+    assert "profile   overlapped: matmuls 5.00, other work 1.00, exposed communication 1.00" in "\n".join(
+        result.lines()
+    )
+    assert json.loads(json.dumps(result.as_dict()))["plain_profile"]["exposed"] == 3.0
+    foreseen = "\n".join(made(foreseen_ms=7.06).lines())
+    assert "audit     foresaw 7.1 ms less of a step by the plain profile; 10.0 ms were measured" in foreseen
+    assert "profile   none: no reason" in "\n".join(made(unprofiled="no reason").lines())
+
+
 @pytest.mark.slow
 def test_a_program_is_run_unchanged_and_ends_behind_the_last_step(tmp_path):
     program, ending = tmp_path / "train.py", tmp_path / "ending"
@@ -123,6 +219,7 @@ def test_a_program_is_run_unchanged_and_ends_behind_the_last_step(tmp_path):
     assert found.plain_losses[:6] == found.losses[:6] and found.plain_losses != found.losses
     assert len(found.losses) == 8
     assert not found.covered and found.comm_ms is None
+    assert found.plain_profile.matmul > 0 and found.overlapped_profile.matmul > 0 and found.unprofiled == ""
 
 
 @pytest.mark.parametrize(
@@ -139,8 +236,39 @@ def test_a_run_that_fails_is_told_with_the_end_of_its_output(code, words):
         assert word in result.stderr
 
 
-def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path):
-    script = f"sleep 300 & echo $! > {tmp_path / 'pid'}; sleep 300"
+@pytest.mark.parametrize(
+    ("ending", "status", "reason"),
+    [
+        ("sleep 300", 1, "is not done within 8 s"),
+        ("echo out of memory; exit 7", 1, "ended with 7"),
+        (f"kill -TERM {os.getpid()}; sleep 300", 143, "was cut off"),
+    ],
+    ids=["hangs", "fails", "cut off"],
+)
+def test_two_runs_are_compared_though_the_third_fails(ending, status, reason):
+    line = json.dumps({"step": 1, "seconds": 0.5, "digest": "a"})
+    steps = f"for step in 1 2 3 4 5 6; do echo '{line}' >> $folder/rank0.jsonl; done"
+    program = (
+        f"import json, os, subprocess, sys; given = json.loads(os.environ[{VARIABLE!r}]); "
+        f"words = [{ending!r}] if 'COC_TIMELINE' in os.environ else [{steps!r}]; "
+        "sys.exit(subprocess.run(['sh', '-c', *words], env={'folder': given['folder'], **os.environ}).returncode)"
+    )
+    limit = "8" if ending == "sleep 300" else "60"
+    words = ["try", "--steps", "6", "--limit", limit, "--", sys.executable, "-S", "-c", program]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == status
+    assert "plain 500.0 ms, overlapped 500.0 ms: 1.00 x" in result.stdout
+    assert f"exposed   not known: the recorded run {reason}" in result.stdout
+    assert ("out of memory" in result.stderr) == ("memory" in ending)
+    assert "plain: done in" in result.stderr and "500.0 ms a step" in result.stderr  # without a terminal, line by line
+
+
+def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    """Also a rank in a session of its own that does not heed SIGTERM."""
+    monkeypatch.setattr(trial, "PATIENCE", 0.5)
+    rank = "trap '' TERM; echo $$ > " + str(tmp_path / "pid") + "; while true; do sleep 1; done"
+    script = 'setsid sh -c "$PROGRAM" & sleep 300'
+    monkeypatch.setenv("PROGRAM", rank)
     began = time.monotonic()
     with pytest.raises(TrialError, match=r"not done within 1 s \(--limit\)"):
         try_overlap(["bash", "-c", script], steps=6, limit=1)

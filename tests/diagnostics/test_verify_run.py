@@ -176,8 +176,8 @@ FAULT = "--fault" in sys.argv
 if FAULT:
     from ascend_parallel.overlap import linear
     original = linear.start_matmul_all_reduce
-    def faulty(x, w, group, settings, **options):
-        pending = original(x, w, group, settings, **options)
+    def faulty(x, w, group, decision, **options):
+        pending = original(x, w, group, decision, **options)
         if dist.get_rank() == 1 and torch.is_grad_enabled() is False and x.shape[-1] == 96:
             pending.wait().mul_(2)
         return pending

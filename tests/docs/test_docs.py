@@ -18,7 +18,8 @@ from ascend_parallel.cli.app import app
 from ascend_parallel.ops import registry
 from ascend_parallel.training.graph_passes import PASSES
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text()))
@@ -42,16 +43,36 @@ def test_every_setting_is_documented():
     assert missing == []
 
 
+def test_the_files_of_twelve_changes_are_there_with_the_names_that_are_said():
+    text = (DOCS / "architecture.md").read_text()
+    section = text[text.index("## Where a change goes") : text.index("## Rooms")]
+    steps = [step.split("\n\n")[0] for step in re.split(r"\n(?=\d\. )", section)[1:]]
+    assert len(re.findall("^### ", section, re.MULTILINE)) == 12 and len(steps) > 36
+    for step in steps:
+        spans = re.findall(r"`([^`<>*()]+)`", step)
+        places = [span for span in spans if re.fullmatch(r"\S+(\.py|\.md|\.toml|/)", span)]
+        found = {
+            place: [path for room in (ROOT, ROOT / "ascend_parallel") if (path := room / place).exists()]
+            for place in places
+        }
+        assert [place for place, paths in found.items() if not paths] == [], step
+        texts = [path.read_text() for paths in found.values() for path in paths[:1] if path.is_file()]
+        names = [span for span in spans if re.fullmatch(r"[A-Z][A-Z_]{4,}", span)]
+        assert [name for name in names if places and not any(name in text for text in texts)] == [], step
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", "README.zh.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))]
 )
-def test_there_is_one_way_to_install(page):
-    """What pip builds where it cannot see torch lacks the C++ extension."""
+def test_there_is_one_way_to_install_with_the_extension(page):
+    """What pip builds where it cannot see torch lacks the C++ extension: the READMEs say so, beside the plain way."""
     text = (DOCS.parent / page).read_text()
     of_the_source = [line for line in text.splitlines() if re.search(r"pip install [^`]*(\s|\")\.(\s|\[|`|$)", line)]
-    assert [line for line in of_the_source if "pip install --no-build-isolation" not in line] == []
-    # The quick starts have a link to the README.
-    assert of_the_source or not page.startswith("README")
+    plain = [line for line in of_the_source if "pip install --no-build-isolation" not in line]
+    if page.startswith("README"):  # the quick starts have a link to it
+        assert len(plain) == 1 and "pip install --no-build-isolation ." in text and "C++" in text
+    else:
+        assert plain == []
 
 
 @pytest.fixture(name="promises", scope="module")

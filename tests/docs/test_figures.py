@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from marks import promise
+from typer.testing import CliRunner
+
+from ascend_parallel.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,4 +71,17 @@ def test_a_readme_without_the_markers_is_refused(figures):
 
 
 def test_the_first_page_is_read_in_five_minutes():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1300
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len([word for word in words if re.search(r"\w", word)]) < 1250  # lines of tables and of code fences are none
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_predicted_figure_of_the_first_screen_is_what_the_command_says(page):
+    told = CliRunner().invoke(app, ["predict", "--model", "llama3-8b", "--tp", "8", "--hardware", "910b", "--json"])
+    predicted = json.loads(told.stdout)
+    seconds = {name: predicted["step"][name]["total"] for name in ("serial", "best", "bound")}
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"^\*\*.*\b8 %.*(?:\n.+)*", text, re.MULTILINE)
+    assert all(f"{figure:.2f}" in sentence for figure in seconds.values()), seconds
+    assert f"{100 * (seconds['serial'] / seconds['best'] - 1):.0f} %" in sentence
+    assert predicted["memory"]["fits"]

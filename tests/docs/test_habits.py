@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,11 @@ def test_an_issue_form_asks_for_what_it_names_once(name):
     assert all(part["attributes"]["label"] for part in asked)
     pages_named = re.findall(r"/blob/main/([\w/.-]+)", (FORMS / name).read_text())
     assert [page for page in pages_named if not (ROOT / page).exists()] == []
+
+
+def test_a_run_whose_time_is_over_starts_no_test_and_lists_what_it_left_out():
+    """CI gives its slow tests what is left of 70 minutes."""
+    command = [sys.executable, "-m", "pytest", "tests/docs/test_constraints.py", "--until", "1", "--order", "a commit"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert re.search(r"(\d+) tests were not run: .* +\1 tests/docs/test_constraints.py", ended.stdout, re.DOTALL)
+    assert " passed" not in ended.stdout

@@ -22,22 +22,23 @@ PART = "a part whose own property is tested: a bound, a table, a list of candida
 REMAINS = {
     "cli.bench_request.call_with_progress": MEASURED,
     "cli.report.command._run": PART,
+    "diagnostics.trial.PATIENCE": PLANTED,
     "ops.__path__": MACHINE,
     "ops.bits.AHEAD": PART,  # who names calls before they come
-    "ops.bits._PROBED": CACHE,
     "ops.bits.store_all_gather": SEEN,
+    "ops.chunk_loop.LOOP": MACHINE,
     "ops.collectives._reduce_scatter": MACHINE,
     "ops.expert_exchange.ExpertGroup.*": PLANTED,
     "ops.lazy_rows.has_streams": MACHINE,
     "ops.npu._HCCL_NAMES": CACHE,
     "ops.npu.arguments": SEEN,
     "ops.npu.soc_name": MACHINE,
-    "ops.operators._CHOICES": CACHE,
-    "ops.operators.kernel_of": SEEN,
-    "ops.operators.problem_of": SEEN,  # and for an NPU: MACHINE
+    "ops.operators._operands": SEEN,
+    "ops.operators.matmul_of": SEEN,  # and for an NPU: MACHINE
     "ops.pending.Pending.wait_for": SEEN,
+    "ops.pending.ROLL_CALL": PLANTED,
     "ops.probing.same_bits": SEEN,
-    "ops.registry._cached_choice": CACHE,
+    "ops.registry._choose": CACHE,
     "ops.shm.PIECE_BYTES": PLANTED,
     "ops.shm._SHARED": CACHE,
     "ops.shm_extension.__file__": MACHINE,
@@ -48,7 +49,8 @@ REMAINS = {
     "patches.mindspeed.layernorm_column.column_linear": PLANTED,
     "patches.region_choice.MOST_WAITING": PLANTED,
     "patches.region_choice.now": MEASURED,
-    "patches.vllm.fused.problem_of": MACHINE,
+    "patches.row_wise.FUNCTIONS": PLANTED,
+    "patches.vllm.fused.matmul_of": MACHINE,
     "patches.vllm.start.measure": MEASURED,
     "process_groups.consistency.PATIENCE": PLANTED,
     "process_groups.consistency.is_capturing": MACHINE,
@@ -60,7 +62,7 @@ REMAINS = {
     "sharding.redistribute.collectives.CoalescedCollective.wait": SEEN,
     "sharding.redistribute.collectives.Request.start": SEEN,
     "sharding.rules.attention.lent_pieces": PLANTED,
-    "sharding.runtime.overlapped_linear._tuner": CACHE,
+    "sharding.runtime.overlapped_linear._decider": CACHE,
     "sharding.tracing.function_calls.detached": PLANTED,
     "sharding.tracing.same_blocks.ForwardNotes.repeatable_blocks": "off, to compare with a trace without it",
     "training.checkpoint.loading.verify": PLANTED,
@@ -78,8 +80,8 @@ REMAINS = {
     "tuning.measured.part_groups.seconds_of": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
     "tuning.measured.tuner.MeasuredBreakdowns.of": MEASURED,
-    "tuning.measured.tuner.Tuner.chunks_for": MEASURED,
-    "tuning.measured.tuner.confirmed": MEASURED,
+    "tuning.measured.decider.Decider.known_of_layer": MEASURED,
+    "tuning.measured.decider.confirmed": MEASURED,
 }
 
 

@@ -17,6 +17,9 @@ from marks import promise
 
 from ascend_parallel import __version__
 
+# Building takes long; `make test-rest` runs these, and `make packages` those that build the extension too.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TORCH = ".".join(torch.__version__.split(".")[:2])
 PIP = ("-m", "pip", "--disable-pip-version-check")
@@ -91,7 +94,7 @@ def test_a_wheel_built_without_torch_has_the_package_alone_and_says_that_it_is_p
     assert wheel.name == f"ascend_parallel-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"ascend_parallel", "ascend_parallel_autoload.py"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ascend_parallel", "ascend_parallel_autoload"}
     assert not [name for name in names if name.endswith((".cpp", ".h", ".so"))]
     for name in (
         "py.typed",
@@ -150,7 +153,6 @@ def installed(wheel, tmp_path):
     return python
 
 
-@pytest.mark.slow
 def test_a_wheel_built_without_torch_runs_and_says_what_it_lacks(installed, tmp_path):
     ours = ("-m", "ascend_parallel", "doctor", "--json")
     report = json.loads(succeed(installed, *ours, COC_PARALLEL_NUM="4", cwd=tmp_path))
@@ -159,7 +161,6 @@ def test_a_wheel_built_without_torch_runs_and_says_what_it_lacks(installed, tmp_
     assert "pip install --no-build-isolation" in found["advice"]
 
 
-@pytest.mark.slow
 def test_users_type_checkers_see_the_types(installed, tmp_path):
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
     (tmp_path / "user.py").write_text(

@@ -23,7 +23,7 @@ ROOMS = {
 # What the pages name in a sentence, because it stands elsewhere: torch's placements, and names that two rooms share.
 ELSEWHERE = {
     *(f"ascend_parallel.sharding.{name}" for name in ("Partial", "Replicate", "Shard")),
-    *(f"ascend_parallel.ops.{name}" for name in ("CollectiveError", "DegreeError", "Explanation", "Problem")),
+    *(f"ascend_parallel.ops.{name}" for name in ("CollectiveError", "DegreeError", "Explanation", "Matmul")),
     "ascend_parallel.ops.UnmetRequestError",
     "ascend_parallel.training.TensorShard",
     "ascend_parallel.ops",

@@ -5,19 +5,16 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from by_settings import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
 from marks import promise
 from pool import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings
-from ascend_parallel.ops import Problem, bits, choose, probing
+from ascend_parallel.ops import Matmul, bits, choose, probing
 from ascend_parallel.ops.bits import keep_bits
-from ascend_parallel.ops.operators import (
-    choice_for,
-    run_all_gather_matmul,
-    start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
-)
+from ascend_parallel.ops.decision import OF_GROUPS
+from ascend_parallel.ops.operators import decision_for
 from ascend_parallel.ops.probing import ROW_MAJOR, TRANSPOSED, cancelling_operands
 from ascend_parallel.overlap.linear import column_linear, row_linear
 
@@ -55,12 +52,12 @@ def promised(group, dtype, shapes):
         for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
             expected = plain(operator, x, w, group)
             gathered = m * group.size() if operator == "all_gather_matmul" else m
-            problem = Problem(operator, gathered, k, n, dtype, "cpu", group.size())
+            problem = Matmul(operator, gathered, k, n, dtype, "cpu", group.size())
             for chunks in (2, 4, 8):
                 settings = Settings(num_chunks=chunks)
-                choice = choice_for(problem, group, settings, CPU, layout)
+                choice = decision_for(problem, group, settings, None, CPU, layout)
                 same = torch.equal(ours(operator, x, w, group, settings, layout), expected)
-                found.append((operator, (m, k, n), layout, choice.sizes, choice.bit_exact, same, choice.reason))
+                found.append((operator, (m, k, n), layout, choice.sizes, choice.exact, same, choice.reason))
     return found
 
 
@@ -103,12 +100,12 @@ def as_if(smallest, group, kept):
     usual = probing.same_bits
     probing.same_bits = lambda cut, *rest: min(cut.sizes) >= smallest[group.rank()]
     try:
-        problem = Problem("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
+        problem = Matmul("matmul_all_reduce", 1024, 64, 32, torch.float32, "cpu", group.size())
         choice = keep_bits(choose(problem, kept), group, CPU, TRANSPOSED)
-        return choice.sizes, choice.bit_exact, choice.reason
+        return choice.sizes, choice.exact, choice.code
     finally:
         probing.same_bits = usual
-        bits._PROBED.clear()
+        OF_GROUPS.clear()
 
 
 def agreements(group):
@@ -131,12 +128,12 @@ def test_ranks_take_chunks_that_keep_bits_on_all_their_machines(ranks):
     asked, coarser, others, others_too, none, given = first
     assert (len(asked[0]), asked[1]) == (8, True)
     assert (len(coarser[0]), min(coarser[0]), coarser[1]) == (4, 176, True)
-    assert "4 chunks, because smaller ones change the matmul's bits on this machine" in coarser[2]
+    assert coarser[2] == "bits_fewer"
     assert others[:2] == others_too[:2] == ((256, 512, 256), True)
     assert (len(none[0]), none[1]) == (8, False)  # the requested chunks: the run still overlaps
-    assert "every cut changes the matmul's bits on this machine" in none[2]
+    assert none[2] == "bits_change"
     assert given[:2] == ((64, 960), False)
-    assert "these chunks change the matmul's bits on this machine" in given[2]
+    assert given[2] == "bits_change"
 
 
 def test_the_machine_is_really_asked(monkeypatch):
@@ -147,7 +144,7 @@ def test_the_machine_is_really_asked(monkeypatch):
         y = real(x, w) if x.shape[0] > 100 else real(x.flip(1), w.flip(0))
         return y if out is None else out.copy_(y)
 
-    problem = Problem("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
+    problem = Matmul("matmul_all_reduce", 640, 512, 48, torch.float32, "cpu", 2)
     cuts = [(320, 320), (128, 256, 256), (80, 160, 160, 160, 80)]
     probing.same_bits.cache_clear()
     monkeypatch.setattr(torch, "mm", changing)
@@ -210,7 +207,7 @@ def test_whole_layers_keep_their_bits_on_two_ranks(group, shape, sequence_parall
 @pytest.mark.parametrize("layout", [TRANSPOSED, ROW_MAJOR])
 @pytest.mark.parametrize("k", [1, 7, 512])
 def test_the_operands_of_the_probe_cancel_and_show_an_order_of_sums(k, layout):
-    problem = Problem("matmul_all_reduce", 600, k, 520, torch.bfloat16, "cpu", 2)
+    problem = Matmul("matmul_all_reduce", 600, k, 520, torch.bfloat16, "cpu", 2)
     x, w = (operand.float() for operand in cancelling_operands(problem, layout, CPU))
     assert (x.shape, w.shape, w.is_contiguous()) == ((600, k), (k, 520), layout == ROW_MAJOR or k == 1)
     assert (x.double() @ w.double()).abs().max() < 1e-13 * max(k, 1)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ascend_parallel import Settings, UnmetRequestError, explain
-from ascend_parallel.ops import Problem, choose
+from ascend_parallel.devices import DEVICES
+from ascend_parallel.ops import Exchange, Matmul, choose
 from ascend_parallel.ops.bits import Question
-from ascend_parallel.ops.device_units import UNITS
 from ascend_parallel.ops.multiply import align_operands
 from ascend_parallel.ops.probing import TRANSPOSED
 from ascend_parallel.ops.registry import cuts_to_time
-from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, split_rows, uneven_rows
+from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, even_rows, split_rows, uneven_rows
 from ascend_parallel.tuning.cost_model.hardware import all_hardware
 
 
@@ -42,7 +42,7 @@ def test_published_counts():
 
 
 def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
-    return Problem(operator, m, 64, 32, torch.float32, device, ranks)
+    return Matmul(operator, m, 64, 32, torch.float32, device, ranks)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def problem(operator="matmul_all_reduce", m=512, device="cpu", ranks=2):
     ],
 )
 def test_calls_too_narrow_to_gain_stay_whole(operator, k, n, chunks):
-    call = Problem(operator, 4096, k, n, torch.bfloat16, "cpu", 2)
+    call = Matmul(operator, 4096, k, n, torch.bfloat16, "cpu", 2)
     for settings in (
         Settings(num_chunks=4),
         Settings(num_chunks=4, deterministic=True),
@@ -69,52 +69,63 @@ def test_calls_too_narrow_to_gain_stay_whole(operator, k, n, chunks):
         choice = choose(call, settings)
         assert len(choice.sizes) == chunks
         assert choice.unmet == ""
-        narrow = f"1, because a collective of {min(k, n)} features is too narrow to gain (customized_coc cuts it)"
-        assert (narrow in choice.reason) == (chunks == 1)
+        assert ("narrow" in choice.codes) == (chunks == 1)
 
 
 def test_a_narrow_call_that_is_named_is_cut():
-    call = Problem("matmul_all_reduce", 4096, 2048, 16, torch.bfloat16, "cpu", 2)
+    call = Matmul("matmul_all_reduce", 4096, 2048, 16, torch.bfloat16, "cpu", 2)
     for cut, sizes in ((8, 8), ((2048, 2048), 2)):
         assert len(choose(call, Settings(num_chunks=4, customized_coc={(4096, 2048, 16): cut})).sizes) == sizes
 
 
 @pytest.mark.parametrize(
-    ("settings", "m", "kernel", "chunks", "reason"),
+    ("settings", "m", "kernel", "chunks", "codes"),
     [
-        (Settings(num_chunks=4), 512, "chunked", 4, "COC_PARALLEL_NUM=4"),
-        (Settings(num_chunks=4), 40, "chunked", 2, "COC_PARALLEL_NUM=4; 40 rows allow 2 (multiples of 16 rows)"),
-        (Settings(num_chunks=4), 31, "reference", 1, "COC_PARALLEL_NUM=4; 31 rows allow 1 (multiples of 16 rows)"),
-        (Settings(num_chunks=4, mode=1), 512, "reference", 1, "COC_MODE=1: no chunks"),
-        (Settings(num_chunks=4, mode=0), 512, "reference", 1, "COC_MODE=0: no chunks"),
-        (Settings(num_chunks=4, customized_coc={(512, 64, 32): 8}), 512, "chunked", 8, "customized_coc: 8 chunks for"),
+        (Settings(num_chunks=4), 512, "chunked", 4, ["number"]),
+        (Settings(num_chunks=4), 40, "chunked", 2, ["number", "few_rows"]),
+        (Settings(num_chunks=4), 31, "reference", 1, ["number", "few_rows"]),
+        (Settings(num_chunks=4, mode=1), 512, "reference", 1, ["mode"]),
+        (Settings(num_chunks=4, mode=0), 512, "reference", 1, ["mode"]),
+        (Settings(num_chunks=4, customized_coc={(512, 64, 32): 8}), 512, "chunked", 8, ["count_of_shape"]),
         (
             Settings(num_chunks=4, customized_coc={(512, 64, 32): 1}),
             512,
             "reference",
             1,
-            "customized_coc: 1 chunks for",
+            ["count_of_shape"],
         ),
-        (Settings(num_chunks=4, customized_coc={(512, 32, 64): 8}), 512, "chunked", 4, "COC_PARALLEL_NUM=4"),
+        (Settings(num_chunks=4, customized_coc={(512, 32, 64): 8}), 512, "chunked", 4, ["number"]),
         (
             Settings(fused=True),
             512,
             "chunked",
             4,
-            "USE_COC_FUSED_KERNEL=1, but npu: device cpu, not npu; shm: the group was not asked: 4 chunks instead",
+            ["not_fused"],
         ),
-        (Settings(fused=True, num_chunks=8), 512, "chunked", 8, "USE_COC_FUSED_KERNEL=1, but npu: device cpu"),
+        (Settings(fused=True, num_chunks=8), 512, "chunked", 8, ["not_fused"]),
     ],
 )
-def test_choices_and_their_reasons(settings, m, kernel, chunks, reason):
+def test_decisions_and_their_reasons(settings, m, kernel, chunks, codes):
     choice = choose(problem(m=m), settings)
     assert (choice.kernel, len(choice.sizes)) == (kernel, chunks)
-    assert choice.reason.startswith(reason)
+    assert [*choice.codes] == codes
+    assert choice.code == codes[-1]
+
+
+def test_the_words_of_a_reason():
+    """The log, `explain` and errors show them; programs read the codes."""
+    few = choose(problem(m=40), Settings(num_chunks=4))
+    assert few.reason == "COC_PARALLEL_NUM=4; 40 rows allow 2 (multiples of 16 rows)"
+    refused = "npu: device cpu, not npu; shm: the group was not asked"
+    fused = choose(problem(), Settings(fused=True))
+    assert fused.reason == f"USE_COC_FUSED_KERNEL=1, but {refused}: 4 chunks instead"
+    groups = choose(Exchange("head_exchange", 3, 64, 32, torch.float32, "cpu", 2), Settings(num_chunks=4))
+    assert groups.reason == "COC_PARALLEL_NUM=4; 3 heads of keys a rank allow 3 groups"
 
 
 def test_one_rank_has_nothing_to_overlap():
     choice = choose(problem(ranks=1), Settings(num_chunks=4))
-    assert (choice.kernel, choice.reason) == ("reference", "one rank: nothing to communicate")
+    assert (choice.kernel, choice.codes) == ("reference", ("one_rank",))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_one_rank_has_nothing_to_overlap():
     ],
 )
 def test_what_is_known_of_the_bits_beforehand(operator, ranks, device, settings, exact):
-    assert choose(problem(operator, 512, device, ranks), settings).bit_exact is exact
+    assert choose(problem(operator, 512, device, ranks), settings).exact is exact
 
 
 @pytest.mark.parametrize(
@@ -150,26 +161,32 @@ def test_what_is_known_of_the_bits_beforehand(operator, ranks, device, settings,
     ],
 )
 def test_no_chunk_leaves_units_of_a_device_without_a_tile(operator, device, m, n, sizes):
-    call = Problem(operator, m, 2048, n, torch.bfloat16, device, 2)
+    call = Matmul(operator, m, 2048, n, torch.bfloat16, device, 2)
     choice = choose(call, Settings(num_chunks=8))
     assert choice.sizes == sizes
-    said = f"COC_PARALLEL_NUM=8; {len(sizes)}, because the matmuls of smaller chunks do not fill the device"
-    assert choice.reason.startswith(said) == (len(sizes) < 8)
+    assert ("unfilled" in choice.codes) == (len(sizes) < 8)
     # An explicit request for this call is met.
     named = choose(call, Settings(num_chunks=1, customized_coc={(m, 2048, n): 8}))
     assert len(named.sizes) == 8
 
 
 def test_the_units_of_a_type_of_device_are_those_of_its_largest_chip():
-    for device, units in UNITS.items():
+    for device, row in DEVICES.items():
         chips = [chip for chip in all_hardware().values() if chip.device == device]
-        assert units.number == max(chip.matmul.cores for chip in chips), device
+        assert row.units is None or row.units.number == max(chip.matmul.cores for chip in chips), device
+
+
+def test_on_a_device_few_rows_are_cut_at_the_largest_tile_of_which_each_chunk_has_one():
+    assert [even_rows(rows, 4) for rows in (1024, 512, 256)] == [(256,) * 4, (128,) * 4, (64,) * 4]
+    assert even_rows(768, 4) == (128, 256, 128, 256)
+    assert even_rows(128, 4) == split_rows(128, 4)
+    assert uneven_rows(896, 4, short_first=True) == (128, 256, 256, 256)
 
 
 def test_on_a_device_the_chunk_that_nothing_hides_is_short_and_a_gather_may_stay_whole():
     assert uneven_rows(8192, 4, short_first=True) == (1280, 2304, 2304, 2304)
     assert uneven_rows(8192, 4, short_first=False) == (2304, 2304, 2304, 1280)
-    gather = Problem("all_gather_matmul", 16384, 2048, 4096, torch.bfloat16, "cuda", 2)
+    gather = Matmul("all_gather_matmul", 16384, 2048, 4096, torch.bfloat16, "cuda", 2)
     cuts = cuts_to_time(gather, (2, 4))
     assert cuts == [
         (0, 8192),
@@ -244,7 +261,7 @@ def test_an_explanation_names_every_kernel():
     ("rows", "sizes"), [(1, (2, 3, 3, 2)), (2, (2, 4, 2, 2)), (3, (3, 3, 4)), (16, (10,)), (64, (10,))]
 )
 def test_the_least_rows_of_a_chunk_are_a_setting(rows, sizes):
-    problem = Problem("matmul_all_reduce", 10, 64, 48, torch.float32, "cpu", 2)
+    problem = Matmul("matmul_all_reduce", 10, 64, 48, torch.float32, "cpu", 2)
     choice = choose(problem, Settings(num_chunks=4, chunk_rows=rows))
     assert choice.sizes == sizes and all(size % rows == 0 for size in sizes[:-1])
     assert {size % rows for cut in Question.of(choice, TRANSPOSED).candidates for size in cut[:-1]} <= {0}

@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
+from by_settings import start_matmul_all_reduce
 from int8 import DTYPES, fitting
 from pool import on_ranks
 from test_quantised_rows import N, drawn
 
-from ascend_parallel import CommScales, Problem, Settings, UnmetRequestError, explain
+from ascend_parallel import CommScales, Matmul, Settings, UnmetRequestError, explain
 from ascend_parallel.ops import choose
-from ascend_parallel.ops.operators import start_matmul_all_reduce
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -78,7 +78,7 @@ def refused(group):
 def test_operands_that_do_not_fit_are_refused(ranks):
     ranks(2).run(refused)
     with pytest.raises(ValueError, match="matmul_reduce_scatter with an int8 input takes no comm_scales"):
-        Problem("matmul_reduce_scatter", 8, 8, 8, torch.float32, "cpu", 2, int8_input=True, comm_quant=True)
+        Matmul("matmul_reduce_scatter", 8, 8, 8, torch.float32, "cpu", 2, int8_input=True, comm_quant=True)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_scales_that_cannot_be_are_refused(partial, total, message):
 
 
 def test_what_is_chosen():
-    call = Problem(
+    call = Matmul(
         "matmul_all_reduce", 64, 512, 1024, torch.float32, "cpu", 4, shm=None, int8_input=True, comm_quant=True
     )
     for settings in (Settings(mode=2), Settings(num_chunks=4), Settings(fused=True), Settings(deterministic=True)):
         choice = choose(call, settings)
-        assert (choice.kernel, choice.sizes, choice.bit_exact) == ("reference", (64,), False)
+        assert (choice.kernel, choice.sizes, choice.exact) == ("reference", (64,), False)
     text = str(explain(call, Settings(num_chunks=4)))
     assert "float32 of int8 by int8 with communication in int8 on 4 cpu ranks: reference, chunks: 1" in text
     assert "1, because communication in int8 is not cut" in text

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import as_backend
+from by_settings import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
 from layers import Layers
 from marks import promise
 from pairwise import base_choice
@@ -15,12 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ascend_parallel
 from ascend_parallel import Settings, ops
-from ascend_parallel.ops import Problem, choose, multiply, shm
-from ascend_parallel.ops.operators import (
-    run_all_gather_matmul,
-    start_matmul_all_reduce,
-    start_matmul_reduce_scatter,
-)
+from ascend_parallel.ops import Matmul, choose, multiply, shm
 from ascend_parallel.ops.rows import deterministic_tile
 
 CHUNKS = (1, 2, 3, 8)
@@ -163,9 +159,9 @@ def test_a_tile_depends_on_the_rows_of_all_ranks_alone(m):
     tile = deterministic_tile(m)
     assert 16 <= tile <= max(256, m // 64)
     for ranks, chunks in itertools.product((2, 4), (2, 8, 64)):
-        for operator in ops.problem.OPERATORS:
+        for operator in ops.call.OPERATORS:
             if m % ranks == 0:
-                choice = choose(Problem(operator, m, 64, 32, torch.float32, "cpu", ranks), ordered(num_chunks=chunks))
+                choice = choose(Matmul(operator, m, 64, 32, torch.float32, "cpu", ranks), ordered(num_chunks=chunks))
                 assert all(size % tile == 0 for size in choice.sizes[:-1])
                 assert dict(choice.options)["row_tile"] == tile
 
@@ -202,9 +198,9 @@ def given_sizes(group):
 def test_sizes_that_were_given_are_cut_at_tiles(ranks):
     assert ranks(2).run(given_sizes) == [True, True]
     settings = ordered(customized_coc={(600, 64, 32): (48, 304, 248)})
-    choice = choose(Problem("matmul_all_reduce", 600, 64, 32, torch.float32, "cpu", 2), settings)
+    choice = choose(Matmul("matmul_all_reduce", 600, 64, 32, torch.float32, "cpu", 2), settings)
     assert choice.sizes == (64, 288, 248)
-    assert "cut at multiples of 32 rows, because COC_DETERMINISTIC=1" in choice.reason
+    assert choice.codes == ("sizes_of_shape", "tiles")
 
 
 def every_path(group, dtype):
@@ -251,7 +247,7 @@ def test_backends_that_are_not_gloo(group):
 )
 def test_what_is_chosen(operator, device, ranks, settings, kernel, chunks):
     shape = (510 if ranks == 3 else 512, 64, 32) if device == "cpu" else (8192, 1024, 2048)  # chunks fill a device
-    problem = Problem(operator, *shape, torch.float32, device, ranks, shm=None)
+    problem = Matmul(operator, *shape, torch.float32, device, ranks, shm=None)
     choice = choose(problem, settings)
     assert (choice.kernel, len(choice.sizes)) == (kernel, chunks)
 
@@ -259,7 +255,7 @@ def test_what_is_chosen(operator, device, ranks, settings, kernel, chunks):
 def test_it_switches_on_by_itself():
     """One chunk must have the same bits as four."""
     assert Settings(deterministic=True).enabled
-    assert choose(Problem("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
+    assert choose(Matmul("matmul_all_reduce", 512, 64, 32, torch.float32, "cpu", 2), Settings(deterministic=True))
 
 
 @promise("deterministic-megatron")

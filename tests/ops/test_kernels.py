@@ -4,8 +4,10 @@ import itertools
 import shutil
 import sys
 
+import by_settings
 import pytest
 import torch
+from loops import LOOPS, loop_of
 from pairwise import pairwise
 from pool import on_ranks
 from test_operators import SHAPES, layouts, operands, truth_all_gather, truth_all_reduce, truth_reduce_scatter
@@ -34,29 +36,29 @@ class Taken(set):
     """Record the kernels that the operators run."""
 
     def __enter__(self):
-        self._kept = operators.kernel_of
-        operators.kernel_of = self._kernel_of
+        self._kept = operators._operands
+        operators._operands = self._operands
         return self
 
     def __exit__(self, *_):
-        operators.kernel_of = self._kept
+        operators._operands = self._kept
 
-    def _kernel_of(self, choice):
-        self.add(choice.kernel)
-        return self._kept(choice)
+    def _operands(self, x, w, decision, product):
+        self.add(decision.kernel)
+        return self._kept(x, w, decision, product)
 
 
 def run_all_reduce(x, w, group, settings):
-    return operators.start_matmul_all_reduce(x, w, group, settings).wait()
+    return by_settings.start_matmul_all_reduce(x, w, group, settings).wait()
 
 
 def strides(group, settings, dtype):
     x, w, x_r, w_r = operands(group, (48 * group.size(), 24), 24, dtype)  # a square weight too
     for x_s, w_s in itertools.product(layouts(x_r).values(), layouts(w_r).values()):
         close(run_all_reduce(x_s, w_s, group, settings), truth_all_reduce(x, w, 0), dtype)
-        y = operators.run_all_gather_matmul(x_s, w_s, group, settings)[0]
+        y = by_settings.run_all_gather_matmul(x_s, w_s, group, settings)[0]
         close(y, truth_all_gather(x, w, group.rank()), dtype)
-        y = operators.start_matmul_reduce_scatter(x_s, w_s, group, settings).wait()
+        y = by_settings.start_matmul_reduce_scatter(x_s, w_s, group, settings).wait()
         close(y, truth_reduce_scatter(x, w, group.rank()), dtype)
 
 
@@ -66,33 +68,41 @@ def strides(group, settings, dtype):
 @pytest.mark.parametrize(("name", "count", "dtype"), MATRIX, ids=str)
 @on_ranks()
 def test_the_matrix(group, name, dtype):
-    """Every shape and every layout by one kernel; returns the kernels that ran and the largest error."""
+    """Every shape and every layout by one kernel, and by both loops where it has two."""
     worst = 0.0
     with Taken() as taken:
-        for settings in SETTINGS[name]:
-            for shape in SHAPES:
-                x, w, x_r, w_r = operands(group, shape, 40, dtype)
-                truth = truth_all_reduce(x, w, group.rank())
-                y = run_all_reduce(x_r, w_r, group, settings)
-                worst = max(worst, close(y, truth.view(y.shape), dtype))
-                if len(shape) == 1:
-                    continue
-                y, gathered = operators.run_all_gather_matmul(x_r, w_r, group, settings)
-                assert torch.equal(gathered.double(), torch.cat(x).view(gathered.shape))
-                worst = max(worst, close(y, truth_all_gather(x, w, group.rank()).view(y.shape), dtype))
-                x, w, x_r, w_r = operands(group, (shape[0] * group.size(), *shape[1:]), 40, dtype)
-                y = operators.start_matmul_reduce_scatter(x_r, w_r, group, settings).wait()
-                worst = max(worst, close(y, truth_reduce_scatter(x, w, group.rank()).view(y.shape), dtype))
-            strides(group, settings, dtype)
+        for settings, loop in itertools.product(SETTINGS[name], LOOPS if name in ("chunked", "ordered") else LOOPS[:1]):
+            with loop_of(loop):
+                worst = max(worst, worst_error(group, settings, dtype))
     taken = sorted(taken)
     assert name in taken or (name == "ordered" and group.size() == 2)  # sums of two ranks have only one order
     assert worst <= LIMIT[dtype]
 
 
+def worst_error(group, settings, dtype):
+    """Return the largest error of every shape and layout."""
+    worst = 0.0
+    for shape in SHAPES:
+        x, w, x_r, w_r = operands(group, shape, 40, dtype)
+        truth = truth_all_reduce(x, w, group.rank())
+        y = run_all_reduce(x_r, w_r, group, settings)
+        worst = max(worst, close(y, truth.view(y.shape), dtype))
+        if len(shape) == 1:
+            continue
+        y, gathered = by_settings.run_all_gather_matmul(x_r, w_r, group, settings)
+        assert torch.equal(gathered.double(), torch.cat(x).view(gathered.shape))
+        worst = max(worst, close(y, truth_all_gather(x, w, group.rank()).view(y.shape), dtype))
+        x, w, x_r, w_r = operands(group, (shape[0] * group.size(), *shape[1:]), 40, dtype)
+        y = by_settings.start_matmul_reduce_scatter(x_r, w_r, group, settings).wait()
+        worst = max(worst, close(y, truth_reduce_scatter(x, w, group.rank()).view(y.shape), dtype))
+    strides(group, settings, dtype)
+    return worst
+
+
 def kept_choices(group):
     """Return how often each call, made twice, describes a new problem; a shape that no other test has."""
-    described, problem_of = [], operators.problem_of
-    operators.problem_of = lambda *call: described.append(call) or problem_of(*call)
+    described, matmul_of = [], operators.matmul_of
+    operators.matmul_of = lambda *call: described.append(call) or matmul_of(*call)
     x, w, two = torch.randn(89, 56), torch.randn(56, 24), Settings(num_chunks=2)
     calls = {
         "the same": (x, w, two, ANY),
@@ -108,14 +118,14 @@ def kept_choices(group):
         for name, (left, right, settings, layout) in calls.items():
             before = len(described)
             for _ in range(2):
-                y = operators.start_matmul_all_reduce(left, right, group, settings, layout=layout).wait()
+                y = by_settings.start_matmul_all_reduce(left, right, group, settings, layout=layout).wait()
             close(y, sum_over(group, left.double() @ right.double()), left.dtype)
             found[name] = len(described) - before
         for left, right in ((x.double(), w), (x, w.double()), (x[:, 1:], w), (x.int(), w.int())):
             with pytest.raises(ValueError, match="matmul_all_reduce: x"):
-                operators.start_matmul_all_reduce(left, right, group, two)
+                by_settings.start_matmul_all_reduce(left, right, group, two)
     finally:
-        operators.problem_of = problem_of
+        operators.matmul_of = matmul_of
     return found
 
 

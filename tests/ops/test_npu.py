@@ -12,8 +12,8 @@ import torch
 from npu_wheel import VERSION
 
 from ascend_parallel import Settings
-from ascend_parallel.ops import Problem, UnmetRequestError, choose, npu, npu_limits
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER
+from ascend_parallel.ops import Matmul, UnmetRequestError, choose, npu, npu_limits
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER
 
 BF16 = torch.bfloat16
 A2, A3, ASCEND_950 = "Ascend910B1", "Ascend910_9391", "Ascend950PR_9599"
@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def problem(operator=REDUCE_SCATTER, m=4096, k=1024, n=1024, dtype=BF16, device="npu", ranks=8, soc=A2, **others):
-    return Problem(operator, m, k, n, dtype, device, ranks, soc=soc, **others)
+    return Matmul(operator, m, k, n, dtype, device, ranks, soc=soc, **others)
 
 
 def int8(antiquant="channel", group_size=0, scale_dtype=BF16, **others):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import as_backend
+from by_settings import start_matmul_all_reduce
 from logged import logged
 from pairwise import base_choice
 from pool import on_ranks
@@ -16,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel import Settings, ops
-from ascend_parallel.ops.operators import start_matmul_all_reduce
 
 # Shapes of one rank's x: odd row counts, fewer rows than chunks, one to four dimensions, no rows.
 SHAPES = [(64, 24), (100, 24), (7, 24), (33, 3, 24), (6, 4, 2, 24), (24,), (0, 24), (48, 1, 24)]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from allocations import peak_bytes
+from by_settings import start_matmul_all_reduce, start_matmul_reduce_scatter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, GRAINS, N, bound, exact, operands, outliers, steps
@@ -14,9 +15,8 @@ from test_deterministic import rank_order_sum, tiled
 from tolerances import LIMIT, close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
-from ascend_parallel.ops import Problem, choose, shm
-from ascend_parallel.ops.operators import start_matmul_all_reduce, start_matmul_reduce_scatter
-from ascend_parallel.ops.problem import OPERATORS
+from ascend_parallel.ops import Matmul, choose, shm
+from ascend_parallel.ops.call import OPERATORS
 from ascend_parallel.ops.rows import deterministic_tile
 
 # Shapes of one rank's x: a decoding step, several rows, more dimensions, no rows; K = 70 ends in a short group.
@@ -210,12 +210,12 @@ def test_no_more_than_a_chunk_is_ever_dequantised(ranks):
 
 def problem(operator="matmul_all_reduce", m=64, dtype=torch.float32, ranks=2, **changed):
     scales = {"antiquant": "group", "group_size": 64, "scale_dtype": torch.float32, "shm": None, **changed}
-    return Problem(operator, m, 512, 1024, dtype, "cpu", ranks, **scales)
+    return Matmul(operator, m, 512, 1024, dtype, "cpu", ranks, **scales)
 
 
 def test_what_is_chosen_for_an_int8_weight():
     choice = choose(problem(m=1), Settings(num_chunks=4))
-    assert (choice.kernel, choice.sizes, choice.bit_exact) == ("chunked", (176, 336, 336, 176), False)
+    assert (choice.kernel, choice.sizes, choice.exact) == ("chunked", (176, 336, 336, 176), False)
     few = choose(problem(m=1), Settings(num_chunks=64))
     assert sum(few.sizes) == 1024 and all(size % 16 == 0 for size in few.sizes)
     fused = choose(problem(), Settings(fused=True))
@@ -226,9 +226,9 @@ def test_what_is_chosen_for_an_int8_weight():
     text = str(explain(problem(), Settings(num_chunks=4)))
     assert "float32 and int8 weight per group on 2 cpu ranks: chunked, chunks: 4" in text
     narrow = choose(
-        Problem("matmul_all_reduce", 64, 128, 40, torch.float32, "cpu", 2, antiquant="tensor"), Settings(num_chunks=4)
+        Matmul("matmul_all_reduce", 64, 128, 40, torch.float32, "cpu", 2, antiquant="tensor"), Settings(num_chunks=4)
     )
-    assert narrow.reason == "COC_PARALLEL_NUM=4; 40 columns allow 2 (multiples of 16 columns)"
+    assert narrow.codes == ("number", "few_rows") and "40 columns allow 2" in narrow.reason
 
 
 @pytest.mark.parametrize("operator", OPERATORS[1:])

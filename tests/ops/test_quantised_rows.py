@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from by_settings import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import DTYPES, exact
@@ -12,8 +13,7 @@ from pool import on_ranks
 from tolerances import close
 
 from ascend_parallel import QuantisedWeight, Settings, explain, quantise_weight
-from ascend_parallel.ops import Problem, choose
-from ascend_parallel.ops.operators import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
+from ascend_parallel.ops import Matmul, choose
 from ascend_parallel.ops.quantised_rows import INPUT_GRAINS, QuantisedRows, quantise_rows
 
 K, N = 70, 24
@@ -128,7 +128,7 @@ def test_operands_that_do_not_fit_are_refused(group):
 
 
 def test_what_is_chosen():
-    call = Problem("matmul_reduce_scatter", 64, 512, 1024, torch.bfloat16, "cpu", 2, int8_input=True)
+    call = Matmul("matmul_reduce_scatter", 64, 512, 1024, torch.bfloat16, "cpu", 2, int8_input=True)
     choice = choose(call, Settings(num_chunks=4))
     assert (choice.kernel, len(choice.sizes)) == ("chunked", choose_plain(call))
     text = str(explain(call, Settings(num_chunks=4)))
@@ -136,5 +136,5 @@ def test_what_is_chosen():
 
 
 def choose_plain(call):
-    plain = Problem(call.operator, call.m, call.k, call.n, call.dtype, call.device, call.ranks)
+    plain = Matmul(call.operator, call.m, call.k, call.n, call.dtype, call.device, call.ranks)
     return len(choose(plain, Settings(num_chunks=4)).sizes)

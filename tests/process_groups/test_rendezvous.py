@@ -1,5 +1,7 @@
 """What ranks say to each other in the store of their group: who is missing, who decides, what is left behind."""
 
+import time
+
 import pytest
 import torch.distributed as dist
 from pool import on_ranks
@@ -8,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from ascend_parallel.diagnostics.timeline.align import compare
 from ascend_parallel.ops import shm
 from ascend_parallel.ops.pending import roll_call
-from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
+from ascend_parallel.process_groups.consistency import DisagreementError, announce_failure, store_all_gather
 from ascend_parallel.process_groups.rendezvous import Rendezvous
 
 TALKS = {
@@ -64,3 +66,19 @@ def test_missing_ranks_are_returned_and_ranks_of_another_topic_are_never_met(gro
     late.publish("outcome", outcome)
     assert late.absent("outcome", 20) == []
     assert len(set(late.texts("outcome").values())) == 1
+
+
+@pytest.mark.parametrize("failing", [(2,), (0,), (0, 1)])
+@on_ranks(3)
+def test_ranks_are_told_of_a_failure_at_once_also_if_they_come_late_and_meet_again(group, failing):
+    """A rank that comes after the others have raised would wait for the group's time limit."""
+    me, begin = group.rank(), time.monotonic()
+    time.sleep(1.5 * (me == 1))
+    if me in failing:
+        announce_failure(group, f"rank {me} has failed", DisagreementError, topic="work")
+    else:
+        with pytest.raises(DisagreementError, match=f"rank {failing[0]} has failed"):
+            store_all_gather(group, "here", {}, DisagreementError, topic="work")
+    assert time.monotonic() - begin < 8
+    again = store_all_gather(group, "here", {"rank": me}, DisagreementError, topic="work")
+    assert again == {rank: {"rank": rank} for rank in range(3)}

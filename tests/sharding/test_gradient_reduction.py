@@ -1,6 +1,8 @@
 """Gradients of parameters, summed in buckets during backward or deferred, against the unsharded model."""
 
 import contextlib
+import gc
+from unittest import mock
 
 import pytest
 import small_models
@@ -334,17 +336,10 @@ def stack():
     return model, by_hand(graph, mesh_of((dist.get_world_size(),)), {"x": S0}, calls), x
 
 
-@on_ranks(2)
-def test_a_backward_that_fails(group):
-    """A backward that fails on every rank leaves nothing to the next."""
-    model, plan, x = stack()
-    sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
-
+def fail_in_the_third_layer(y):
     def fail(_gradient):
         raise ArithmeticError("planted")
 
-    given = x.clone()
-    y = sharded(given)
     node = y.grad_fn
     while node.name() != "AddmmBackward0":
         node = node.next_functions[0][0]
@@ -353,6 +348,50 @@ def test_a_backward_that_fails(group):
     node.register_prehook(fail)
     with pytest.raises(ArithmeticError, match="planted"):
         y.sum().backward()
+
+
+@on_ranks(2)
+def test_what_was_deferred_outlives_a_backward_that_fails(group):
+    """As a program does that catches the error of a batch, and goes on with the next."""
+    model, plan, x = stack()
+    sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
+    with sharded.no_sync():
+        sharded(x).sum().backward()
+    before = {name: parameter.grad.clone() for name, parameter in sharded.named_parameters()}
+    fail_in_the_third_layer(sharded(x.clone()))
+    for name, parameter in sharded.named_parameters():
+        assert torch.equal(parameter.grad, before[name]), name
+    sharded(x).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close(sharded.full_gradients(), times(2, gradients(model)), **EXACT)
+
+
+@on_ranks(2)
+def test_what_was_deferred_is_back_while_the_error_is_handled_and_not_later(group):
+    """An error from within the buckets holds them as long as a program keeps it, here beyond a zero_grad."""
+    model, plan, x = stack()
+    sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
+    with sharded.no_sync():
+        sharded(x).sum().backward()
+    before = {name: parameter.grad.clone() for name, parameter in sharded.named_parameters()}
+    loss = sharded(x.clone()).sum()
+    failing = mock.patch.object(dist, "all_reduce", side_effect=ArithmeticError("planted"))  # at the first bucket
+    with failing, pytest.raises(ArithmeticError, match="planted") as kept:
+        loss.backward()
+    for name, parameter in sharded.named_parameters():
+        assert torch.equal(parameter.grad, before[name]), name
+    sharded.zero_grad()
+    del kept
+    gc.collect()
+    assert all(parameter.grad is None for parameter in sharded.parameters())
+
+
+@on_ranks(2)
+def test_a_backward_that_fails(group):
+    """A backward that fails on every rank leaves nothing to the next."""
+    model, plan, x = stack()
+    sharded = ShardedModule(model, plan, bucket_bytes=SMALL)
+    fail_in_the_third_layer(sharded(x.clone()))
     for module in (model, sharded):
         module.zero_grad()
         module(x).sum().backward()

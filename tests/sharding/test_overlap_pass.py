@@ -43,11 +43,10 @@ from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, SUM, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.runtime import overlapped_linear
-from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.runtime.sharded_module import ShardedModule
 from ascend_parallel.sharding.tracing.trace import trace
-from ascend_parallel.tuning.measured import tuner
+from ascend_parallel.tuning.measured import decider
 from ascend_parallel.tuning.measured.tuner import TunedPass
 
 
@@ -159,10 +158,10 @@ def one_chunk(layer, operator, parts):
 def test_what_was_measured_cuts_the_matmuls_of_a_plan(group, form, recompute):
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = FORMS[form](trace(model, (x,)), mesh_of((group.size(),)))
-    overlapped_linear._tuner.cache_clear()  # ranks of these tests live on, and know what they have measured
+    overlapped_linear._decider.cache_clear()  # ranks of these tests live on, and know what they have measured
     again = recompute and Recompute(modules=[""], collectives=recompute)
     sharded = ShardedModule(model, plan, settings=Settings(auto=True), recompute=again)
-    with mock.patch.object(tuner, "confirmed", in_two_chunks):
+    with mock.patch.object(decider, "confirmed", in_two_chunks):
         compare(model, sharded, x)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x)
@@ -179,11 +178,11 @@ def test_replicas_run_the_same_chunks(group):
         return TunedPass(layer.sizes_as_run(operator, split_rows(parts.rows, 2 + dist.get_rank() // 2)), 1.0, 0.5)
 
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    overlapped_linear._tuner.cache_clear()
+    overlapped_linear._decider.cache_clear()
     cuts = {"up": (((None, None, None), ("mp", None)), None), "down": (((None, None, "mp"), (None, "mp")), None)}
     plan = propagate(trace(model, (x.requires_grad_(),)), mesh_of((2, 2)), cuts, hardware="cpu-gloo")
     sharded = ShardedModule(model, plan, overlap=True, settings=Settings(auto=True))
-    with mock.patch.object(tuner, "confirmed", unlike):
+    with mock.patch.object(decider, "confirmed", unlike):
         sharded(x)
     ascend_parallel.ops.COUNTS.clear()
     compare(model, sharded, x.detach())
@@ -194,7 +193,7 @@ def test_replicas_run_the_same_chunks(group):
 
 @on_ranks(2)
 def test_the_first_call_may_be_an_inference(group):
-    overlapped_linear._tuner.cache_clear()
+    overlapped_linear._decider.cache_clear()
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = sequence_parallel(trace(model, (x,)), mesh_of((2,)))
     sharded = ShardedModule(model, plan, settings=Settings(auto=True))
@@ -204,7 +203,7 @@ def test_the_first_call_may_be_an_inference(group):
         measured.append(layer.time_sizes(operator, ((parts.rows,),), 1))
         return in_two_chunks(layer, operator, parts)
 
-    with mock.patch.object(tuner, "confirmed", timed):
+    with mock.patch.object(decider, "confirmed", timed):
         with torch.inference_mode():
             sharded(x)
         assert len(measured) == 4
@@ -223,13 +222,13 @@ def test_weights_whose_slices_differ_do_not_overlap(group):
 
 @on_ranks(2)
 def test_what_stays_whole_has_the_bits_of_one_chunk(group):
-    overlapped_linear._tuner.cache_clear()
+    overlapped_linear._decider.cache_clear()
     model, x = made(MLP), torch.randn(48, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan, found = sequence_parallel(trace(model, (x,)), mesh_of((2,))), []
     for settings in (Settings(mode=2), Settings(auto=True)):
         sharded = ShardedModule(model, plan, settings=settings)
         ascend_parallel.ops.COUNTS.clear()
-        with mock.patch.object(tuner, "confirmed", one_chunk):
+        with mock.patch.object(decider, "confirmed", one_chunk):
             found.append([*step(sharded, x), sharded.full_gradients()])
         counts = ascend_parallel.ops.COUNTS.as_dict()
         assert all(count["chunks"] == count["calls"] > 0 for count in counts.values()), counts
@@ -312,7 +311,7 @@ def test_columns_of_one_input_are_one_matmul_and_convert_it_once(group):
 def reasons(plan_of, shape, mesh, **keywords):
     model = made(MLP, **keywords)
     graph = trace(model, (torch.zeros(shape, dtype=torch.float64),))
-    return {fusion.node: (fusion.operator, fusion.reason) for fusion in fuse(plan_of(graph, mesh), Settings()).fused}
+    return {fusion.node: (fusion.operator, fusion.reason) for fusion in plan_of(graph, mesh).fused(Settings()).fused}
 
 
 def test_matmuls_that_are_not_fused_have_a_reason():

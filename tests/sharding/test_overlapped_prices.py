@@ -11,10 +11,11 @@ from torch import nn
 
 from ascend_parallel import Settings
 from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.settings import current_settings, put_in_force
 from ascend_parallel.sharding import explain
 from ascend_parallel.sharding.graph import CALL, PARAMETER
-from ascend_parallel.sharding.layout import shard
+from ascend_parallel.sharding.layout import local_shape, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.gradient_sums import is_sum
 from ascend_parallel.sharding.planner.integer_program import optimum
@@ -25,7 +26,7 @@ from ascend_parallel.sharding.planner.propagate import propagate
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.runtime.kernel_cost import exposed_collectives
-from ascend_parallel.sharding.runtime.overlap_pass import fuse
+from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.training import Strategy, plan_training
 from ascend_parallel.training.degrees.folding import FoldedGraph
@@ -280,10 +281,40 @@ def test_the_search_finds_the_least_price_of_all_plans(name, after, sizes):
             other[choice] = draw.randrange(problem.sizes[choice])
         if np.isfinite(problem.cost(other)):
             plan = search.plan_of(problem, other)
-            looked_at, kernels = looked_at + 1, kernels + len(fuse(plan, CHUNKS).kernels)
+            looked_at, kernels = looked_at + 1, kernels + len(plan.fused(CHUNKS).kernels)
             assert best <= price(plan) * (1 + 1e-9)
     assert looked_at > 50
     assert kernels > looked_at, "matmuls overlap in the plans that were compared"
+
+
+def test_a_plan_is_fused_once_and_a_kernel_has_one_shape():
+    """Prices and all ranks read what was fused once; a kernel's shape is that of a call with its local tensors."""
+    with torch.device("meta"):
+        graph = trace(Gated(1024, 2048), (torch.zeros(16, 128, 1024),))
+    plan = propagate(graph, on(2, 2), objective="time", hardware="cpu-gloo", overlap=True, settings=CHUNKS)
+    priced = exposed_collectives(plan)
+    found = [plan_for_rank(plan, (1, 1), settings) for settings in (CHUNKS, Settings(num_chunks=2))]
+    once, in_tree = plan.fused(CHUNKS), plan.fused(Settings(deterministic="tp"))
+    assert all(kernel.fused is once.kernels[name] for each in found for name, kernel in each.kernels.items())
+    assert in_tree is not once, "products in the tree are fused where nothing is communicated, too"
+    for rank_plan in found:
+        assert priced.kernels and rank_plan.kernels.keys() == priced.kernels.keys()
+        for kernel in rank_plan.kernels.values():
+            fused = kernel.fused
+            operands = [
+                [
+                    torch.empty(local_shape(meta.shape, layout, plan.mesh.shape, (1, 1)), dtype=meta.dtype)
+                    for meta, layout in zip(
+                        graph.nodes[name].call.inputs, rank_plan.fused_plan.inputs[name], strict=True
+                    )
+                ]
+                for name in fused.nodes
+            ]
+            pairs = list(zip(fused.matmuls, operands, strict=True))
+            weights = [given[one.weight].t() if one.transposed else given[one.weight] for one, given in pairs]
+            x, rows = operands[0][fused.matmuls[0].x], fused.row_dim is not None
+            called = LayerShape.of(fused.kind, x, torch.cat(weights), 2, sequence_parallel=rows)
+            assert rank_plan.shape(kernel, "cpu") == called
 
 
 def test_the_search_for_degrees_prices_operators_as_the_plan_does():

@@ -8,11 +8,12 @@ import pytest
 import torch
 from links import link_costs
 
+from ascend_parallel.process_groups.collectives import ALL_GATHER
 from ascend_parallel.sharding.layout import AVERAGE, PARTIAL_GRAD, REPLICATE, SUM, Placement, cuts, is_even, shard
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.costs import KINDS, MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import all_pairs, plan_redistribution
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 
 S0, S1, S2 = shard(0), shard(1), shard(2)
@@ -153,10 +154,10 @@ def test_costs_of_a_mesh_are_the_models():
     mesh = ProcessMesh(np.arange(64).reshape(8, 8), ["dp", "mp"])
     costs = MeshCosts.of(mesh, "910b")
     size = 64e6
-    assert costs.seconds("all_gather", size, 1) == model.collective(GATHER, size, 8)
-    assert costs.seconds("all_gather", size, 0) == model.network(GATHER, size, 8)
+    assert costs.seconds("all_gather", size, 1) == model.collective(ALL_GATHER, size, 8)
+    assert costs.seconds("all_gather", size, 0) == model.network(ALL_GATHER, size, 8)
     line = MeshCosts.of(ProcessMesh(range(16)), "910b")
-    assert line.seconds("all_reduce", size, 0) == model.collective("matmul_all_reduce", size, 16)
+    assert line.seconds("all_reduce", size, 0) == model.collective("all_reduce", size, 16)
     for kind in KINDS[:-1]:
         assert 0 < costs.seconds(kind, size, 1) < costs.seconds(kind, size, 0)
     assert costs.seconds("send", size, 0) == model.hardware.network.latency + size / model.hardware.network.bandwidth

@@ -107,7 +107,7 @@ def test_an_operator_keeps_what_autograd_holds(name):
     dtype = torch.float64 if name.split()[0] in ("lstm", "gru", "rnn") else torch.float32
     model, batch = Around(CASES[name]()).to(dtype), torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype)
     plan = propagate(trace(model, (batch,)), ProcessMesh([0], ["mp"]))
-    predicted = saved_bytes(plan, plan_for_rank(plan, (0,), None).fused_plan, Recompute())
+    predicted = saved_bytes(plan_for_rank(plan, (0,), None), Recompute())
     assert predicted == pytest.approx(held(model, batch), rel=0.03)
     assert predicted > 0
 
@@ -118,5 +118,5 @@ def test_what_an_operator_makes_for_backward_is_divided_with_the_batch():
     for ranks in (1, 2):
         mesh = ProcessMesh(list(range(ranks)), ["dp"])
         plan = propagate(trace(model, (batch,)), mesh, data_dim="dp")
-        sizes.append(saved_bytes(plan, plan_for_rank(plan, (0,), None).fused_plan, Recompute()))
+        sizes.append(saved_bytes(plan_for_rank(plan, (0,), None), Recompute()))
     assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.05)

@@ -147,6 +147,7 @@ def test_an_explanation_names_operators_reasons_and_collectives():
         "operators on a mesh of mp=2; objective redistribution",
         "the least there is",
         "memory of a rank: parameters",
+        "(each output with a gradient, as memory_limit counts; strategy and plan-training count what autograd saves)",
         "layers.0.attention.q linear",
         "[configured: layers.*.attention.[qkv]]",
         "[propagated]",

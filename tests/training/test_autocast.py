@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
-from ascend_parallel.sharding.runtime.overlap_pass import fuse
 from ascend_parallel.training import (
     AmpOptions,
     PipelineOptions,
@@ -204,7 +203,7 @@ def test_the_collectives_next_to_matmuls_send_the_lower_dtype_and_still_overlap(
     found = {}
     for level in ("O1", "O2"):
         training = planned(level=level)
-        fused = fuse(training.plan, Settings()).fused
+        fused = training.plan.fused(Settings()).fused
         found[level] = sorted(fusion.operator for fusion in fused)
     assert found["O1"] == found["O2"]
     assert "matmul_all_reduce" in found["O1"]

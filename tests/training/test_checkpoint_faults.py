@@ -152,8 +152,10 @@ def load_damaged(group, path):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint; steps: none"):
+    with pytest.raises(CheckpointError, match="no such folder; give the folder"):
         load(tmp_path / "nowhere", model={})
+    with pytest.raises(CheckpointError, match="no whole checkpoint; steps: none"):
+        load(tmp_path, model={})
 
 
 @pytest.mark.slow

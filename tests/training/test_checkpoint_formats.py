@@ -18,7 +18,6 @@ from megatron_cpu import (
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     load,
@@ -28,6 +27,7 @@ from ascend_parallel.training.checkpoint import (
     tensor_shards_of,
     whole_state,
 )
+from ascend_parallel.training.checkpoint.megatron import load_megatron, megatron_state
 
 ONE = "one process"
 
@@ -154,7 +154,7 @@ def test_safetensors_become_a_checkpoint(saved, tmp_path):
 def test_the_command_refuses_in_a_line(saved, tmp_path):
     (tmp_path / "there.pt").touch()
     for arguments, words in [
-        (("show", tmp_path / "nowhere"), "no whole checkpoint; steps: none"),
+        (("show", tmp_path / "nowhere"), "no such folder; give the folder"),
         (("show", saved, "--step", 3), "no whole checkpoint of step 3; steps: 12"),
         (("convert", saved, tmp_path / "x", "--to", "onnx"), "--to 'onnx' is not known. Known: dcp"),
         (("convert", saved, tmp_path / "x", "--to", "torch", "--dtype", "int4"), "--dtype 'int4' is not known"),

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.patches.megatron.checkpoint import load_megatron, megatron_state
 from ascend_parallel.training.checkpoint import (
     CheckpointError,
     CheckpointReader,
@@ -22,6 +21,7 @@ from ascend_parallel.training.checkpoint import (
 )
 from ascend_parallel.training.checkpoint import folder as folders
 from ascend_parallel.training.checkpoint.dcp_files import unpickle
+from ascend_parallel.training.checkpoint.megatron import load_megatron, megatron_state
 
 ONE = "one process"
 

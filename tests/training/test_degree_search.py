@@ -79,7 +79,7 @@ def parts_of(evaluation, degrees):
     """Return degrees with every number of recomputed layers on each rank, and with all."""
     if degrees.recompute == "none":
         return [degrees]
-    layers = [range(int(most)) for most in evaluation.at(degrees).layers_of_ranks + 1]
+    layers = [range(int(most)) for most in evaluation.stages(degrees).layers_of_ranks + 1]
     return [degrees, *(replace(degrees, recompute_layers=counts) for counts in itertools.product(*layers))]
 
 
@@ -189,7 +189,7 @@ def test_a_label_says_what_the_tensor_parallel_ranks_run(make, tp, rows, label):
     model, _ = make()
     held = memory.parameters / sum(4 * parameter.numel() for parameter in model.parameters())
     assert (held > 0.5) == ("whole" in label) and held >= 0.9 / tp
-    plan = search.evaluation.at(degrees).work.plan
+    plan = search.evaluation.stages(degrees).work.plan
     sent = Counter()
     for each in plan.conversions:
         if each.ahead:

@@ -7,7 +7,7 @@ from every_degree import at_degrees, digest
 from marks import promise
 
 import ascend_parallel
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding import ProcessMesh, mixture_of_experts, propagate, trace
 from ascend_parallel.sharding.runtime.every_degree import refuse_sums_without_tree

@@ -9,6 +9,7 @@ import torch
 from mesh_stages import MEGATRON, SQUARE
 from torch.profiler import ProfilerActivity, profile
 
+import ascend_parallel
 from ascend_parallel.training import (
     GradientMerge,
     OverlapOptions,
@@ -47,6 +48,7 @@ RARE = ("recompute",)
 def ran(_group, options):
     """Return how often each collective of gloo ran in a step of the optimizer; a reduce-scatter sends and receives."""
     torch.manual_seed(0)
+    ascend_parallel.configure(num_chunks=1)  # whatever an earlier test in these processes has left
     strategy, model = Strategy(**options), gpt.GPT()
     step = train_step(model, gpt.batch_of(0), torch.optim.AdamW(model.parameters()), strategy, check_batches=0)
     merged = strategy.gradient_merge.steps

@@ -11,7 +11,7 @@ import torch
 
 from ascend_parallel import Settings, SettingsError
 from ascend_parallel.environment import read_settings
-from ascend_parallel.ops import Problem, choose
+from ascend_parallel.ops import Exchange, Matmul, choose
 from ascend_parallel.tuning.measured.chunk_plan import (
     Entry,
     Machine,
@@ -38,7 +38,7 @@ PLAN = Plan(MACHINE, (ENTRY, replace(ENTRY, run="backward", sizes=(512,), chosen
 
 
 def problem(m=512, ranks=2, dtype=torch.float32):
-    return Problem("matmul_all_reduce", m, 64, 32, dtype, "cpu", ranks)
+    return Matmul("matmul_all_reduce", m, 64, 32, dtype, "cpu", ranks)
 
 
 def test_a_plan_survives_its_file(tmp_path):
@@ -57,12 +57,48 @@ def test_groups_of_experts_are_read_as_they_were_written(tmp_path):
     one = replace(EXPERTS, m=2, sizes=(2,), chosen=2e-3)
     PLAN.with_entries((EXPERTS, one)).save(path)
     plan = load_plan(str(path))
-    exchange = Problem("expert_exchange", 6, 64, 64, torch.float32, "cpu", 2)
-    assert plan.find(exchange) == ((1, 2, 2, 1), "plan: 4 groups, 25% faster than the framework's own layer")
+    exchange = Exchange("expert_exchange", 6, None, 64, torch.float32, "cpu", 2)
+    sizes, reason = plan.find(exchange)
+    assert (sizes, reason.code) == ((1, 2, 2, 1), "plan_groups")
+    assert reason.text == "plan: 4 groups, 25% faster than the framework's own layer"
     choice = choose(exchange, Settings(plan=plan))
     assert (choice.kernel, choice.sizes, choice.given) == ("chunked", (1, 2, 2, 1), True)
-    assert plan.find(replace(exchange, m=2))[0] == (2,) and plan.find(replace(exchange, m=4)) is None
-    assert plan.find(replace(exchange, k=32, n=32)) is None
+    assert plan.find(replace(exchange, parts=2))[0] == (2,) and plan.find(replace(exchange, parts=4)) is None
+    assert plan.find(replace(exchange, features=32)) is None
+
+
+OLD_FILE = """
+{"schema": 1,
+ "machine": {"hardware": "a chip", "torch": "2.6.0", "backend": "gloo", "threads": 1, "ranks": 2},
+ "entries": [
+  {"run": "forward", "operator": "matmul_all_reduce", "m": 512, "k": 64, "n": 32, "dtype": "float32",
+   "sizes": [256, 256], "serial": 0.02, "chosen": 0.01},
+  {"run": "forward", "operator": "expert_exchange", "m": 4, "k": 64, "n": 64, "dtype": "float32",
+   "sizes": [2, 2], "serial": 0.02, "chosen": 0.015},
+  {"run": "forward", "operator": "head_exchange", "m": 6, "k": 2048, "n": 192, "dtype": "float32",
+   "sizes": [6], "serial": 0.02, "chosen": 0.02},
+  {"run": "forward", "operator": "key_gather", "m": 6, "k": 2048, "n": 128, "dtype": "float32",
+   "sizes": [1, 5], "serial": 0.02, "chosen": 0.01}]}
+"""
+FLOAT = (torch.float32, "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        (Matmul("matmul_all_reduce", 512, 64, 32, *FLOAT), (256, 256)),
+        (Exchange("expert_exchange", 4, None, 64, *FLOAT), (2, 2)),
+        (Exchange("head_exchange", 6, 2048, 192, *FLOAT), (6,)),
+        (Exchange("key_gather", 6, 2048, 128, *FLOAT), (1, 5)),
+    ],
+    ids=lambda value: getattr(value, "operator", ""),
+)
+def test_a_file_that_an_earlier_version_wrote_cuts_matmuls_and_exchanges(call, sizes, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(OLD_FILE)
+    plan = load_plan(str(path))
+    assert choose(call, Settings(plan=plan)).sizes == sizes
+    assert plan.as_dict() == json.loads(OLD_FILE)  # and a file of this version is one of that
 
 
 @pytest.mark.parametrize("change", [{"sizes": (1, 2)}, {"run": "backward"}, {"n": 32}, {"sizes": (6, 0)}, {"m": 12}])
@@ -156,16 +192,13 @@ def test_a_plan_decides_and_switches_on(tmp_path):
     assert settings.enabled
     choice = choose(problem(), settings)
     assert (choice.kernel, choice.sizes) == ("chunked", (32, 160, 320))
-    assert choice.reason == "plan: 3 chunks, 25% faster than one"
+    assert choice.codes == ("plan_chunks",) and choice.reason == "plan: 3 chunks, 25% faster than one"
     backward = choose(problem(), replace(settings, plan=settings.plan.of("backward")))
-    assert (backward.kernel, backward.reason) == (
-        "reference",
-        "plan: kept whole (one chunk of 512 rows), because no cut of it won",
-    )
+    assert (backward.kernel, backward.codes) == ("reference", ("plan_whole",))
     for other in (problem(m=1024), problem(dtype=torch.float64)):  # not measured: one chunk, and that is said
-        assert choose(other, settings).kernel == "reference"
-        why = "the plan (COC_PLAN, or measured so far) has no entry for this call: COC_PARALLEL_NUM=1"
-        assert choose(other, settings).unmet == why
+        unplanned = choose(other, settings)
+        assert (unplanned.kernel, unplanned.codes) == ("reference", ("unplanned",))
+        assert unplanned.unmet == unplanned.reason
     with pytest.raises(PlanError, match="measured on 2 ranks and does not fit a group of 3"):
         choose(problem(ranks=3), settings)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import COMMUNICATE, COMPUTE, Task, length, simulate
 
-from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.process_groups.collectives import ALL_GATHER, REDUCE_SCATTER
+from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.experts import ExchangeWork, ExpertsTime
 from ascend_parallel.tuning.cost_model.hardware import find_hardware
 from ascend_parallel.tuning.cost_model.layer_passes import BEST, BOUND, MEGATRON, ChunkSchedule
@@ -93,7 +93,7 @@ def test_an_all_to_all_sends_what_each_pair_of_ranks_exchanges(ranks, in_domain)
     inside, outside = sum(pairs[: in_domain - 1]), sum(pairs[in_domain - 1 :])
     expected = 0.0
     if in_domain > 1:  # an all-gather of n ranks and S bytes sends S (n - 1) / n
-        expected += COSTS.collective(GATHER, inside * in_domain / (in_domain - 1), in_domain)
+        expected += COSTS.collective(ALL_GATHER, inside * in_domain / (in_domain - 1), in_domain)
     if outside:
         network = COSTS.hardware.network
         expected += (ranks // in_domain - 1) * network.latency + outside / network.bandwidth
@@ -151,7 +151,7 @@ def test_a_layer_in_turn_adds_experts_and_all_to_alls(ep, etp, inside):
     rows = 4096 // 2
     nbytes = rows * 2 * SMALL.hidden * 2
     sent = COSTS.all_to_all(nbytes, ep, inside)
-    sent += (COSTS.collective(GATHER, nbytes * etp, etp) + COSTS.collective(REDUCE_SCATTER, nbytes * etp, etp)) / 2
+    sent += (COSTS.collective(ALL_GATHER, nbytes * etp, etp) + COSTS.collective(REDUCE_SCATTER, nbytes * etp, etp)) / 2
     got, width = rows * 2 * ep * etp // 16, 128 // etp
     up, down = COSTS.matmul(got, 256, width, 2), COSTS.matmul(got, width, 256, 2)
     matmuls = 16 // ep * (2 * up + down)
@@ -238,7 +238,7 @@ REFUSED = [
     ({"model_type": "gpt2"}, r"model_type='gpt2' is not allowed: give one of .*mixtral"),
     ({"decoder_sparse_step": 2}, r"decoder_sparse_step=2, mlp_only_layers=\[\]' is not allowed: give experts in all"),
     ({"num_experts_per_tok": 9}, r"top_k=9 is not allowed: give a whole number from 1 to 8, with 8 experts"),
-    ({"vocab_size": None}, "vocab=None is not allowed"),
+    ({"vocab_size": None}, "has no vocab_size"),
 ]
 
 

@@ -109,4 +109,4 @@ def test_the_command_predicts_regions():
     assert shares["4 chunks"] < shares["bound"] < shares["4, regions"] <= 1
     for part in ("layer", "step"):
         assert found[part]["4, regions"]["gain"] > found[part]["bound"]["gain"]
-    assert "4, regions" in CliRunner().invoke(app, words.split()).stdout
+    assert "4, regions" in CliRunner(env={"COLUMNS": "200"}).invoke(app, words.split()).stdout

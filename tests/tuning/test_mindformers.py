@@ -136,6 +136,78 @@ def test_the_degrees_the_batch_and_the_stages_are_those_of_the_file(read):
     assert (strategy.amp.dtype, strategy.amp.level) == ("bfloat16", "O1")
 
 
+def with_model(text, **values):
+    """The text with these sizes of the model; None takes one out."""
+    tables = yaml.safe_load(text)
+    config = tables["model"]["model_config"]
+    tables["model"]["model_config"] = {k: v for k, v in (config | values).items() if v is not None}
+    return yaml.safe_dump(tables)
+
+
+def test_experts_of_the_table_at_the_top_are_the_models(read):
+    moe = {"expert_num": 8, "num_experts_chosen": 2, "capacity_factor": 1.1, "first_k_dense_replace": True}
+    sizes = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "n_kv_heads": 8, "intermediate_size": 14336}
+    text = changed(with_model(STATIC, **sizes, vocab_size=32000, offset=0), "recompute_config.recompute", False)
+    run = read(changed(changed(text, "moe_config", moe), "parallel_config.expert_parallel", 2))
+    model = run.model()
+    assert (model.experts, model.top_k, model.expert_ffn, model.dense_layers) == (8, 2, 14336, 0)
+    assert round(model.count_parameters() / 1e9, 1) == 46.7  # Mixtral 8x7B
+    assert {use.key: use.use for use in run.keys}["moe_config.expert_num"] == "used"
+    assert run.notes(model) == []
+    dense = read(changed(text, "parallel_config.expert_parallel", 2))
+    with pytest.raises(PlanningError, match=r"parallel_config\.expert_parallel=2 is not allowed: give 1: run"):
+        dense.notes(dense.model())
+    assert read(changed(text, "moe_config", {"expert_num": 1})).model().experts == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width"),
+    [
+        ({"hidden_size": 8192, "ffn_dim_multiplier": 1.3, "multiple_of": 256}, 28672),  # Llama 3, 70B
+        ({"hidden_size": 4096, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 14336),  # Llama 3, 8B
+        ({"hidden_size": 4096}, 11008),  # Llama 2, 7B
+    ],
+)
+def test_a_llamas_inner_width_is_derived_where_the_file_has_none(read, sizes, width):
+    assert read(with_model(STATIC, intermediate_size=None, **sizes)).model().ffn == width
+
+
+def test_older_classes_are_read_by_their_own_names(read):
+    own = {"type": "ChatGLM2Config", "ffn_hidden_size": 13696, "multi_query_group_num": 2, "kv_channels": 128}
+    none = dict.fromkeys(("intermediate_size", "num_heads", "vocab_size"))
+    sizes = {"hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "padded_vocab_size": 151552, "offset": 0}
+    text = changed(with_model(STATIC, **own, **none, **sizes), "recompute_config.recompute", False)
+    model = read(text).model()
+    assert (model.ffn, model.heads, model.kv_heads, model.head_dim) == (13696, 32, 2, 128)
+    assert round(model.count_parameters() / 1e9, 1) == 9.4  # GLM-4-9B
+
+
+def test_an_offset_may_count_layers_that_predict_ahead(read):
+    run = read(with_model(STATIC, mtp_depth=1, offset=[[1, 0], [1, 1]]))  # 11 // 4 and the offset; one is no layer
+    assert run.stage_layers == (3, 2, 3, 2)
+    with pytest.raises(PlanningError, match="10 together"):
+        read(with_model(STATIC, offset=[[1, 0], [1, 1]]))
+
+
+def test_inference_is_refused_and_what_the_time_is_not_of_is_noted(read):
+    for mode in ("predict", "eval", 3):
+        with pytest.raises(PlanningError, match=r"run_mode=.* is not allowed: give the file of a training"):
+            read(changed(STATIC, "run_mode", mode))
+    lora = changed(changed(STATIC, "run_mode", "finetune"), "model.model_config.pet_config", {"pet_type": "lora"})
+    experts = changed(changed(lora, "moe_config.expert_num", 8), "parallel_config.expert_parallel", 4)
+    run = read(experts)
+    assert {use.key: use.use for use in run.keys}["model.model_config.pet_config.pet_type"] == "differs"
+    ranks, adapters = run.notes(run.model())
+    assert ranks.startswith("experts over 2 ranks in place of 4 (parallel_config.expert_parallel): time and memory")
+    assert "pet_config" in adapters
+
+
+def test_a_model_that_is_not_named_can_be_given_beside_the_file(read):
+    for kind, words in ((None, "has no model_type"), ("FooConfig", "model_type='FooConfig' is not allowed")):
+        with pytest.raises(PlanningError, match=words + r".*or give --model or --model-file beside --mindformers"):
+            read(with_model(STATIC, type=kind)).model()
+
+
 @pytest.mark.parametrize(("text", "ranks"), [(STATIC, None), (PYNATIVE, 8)])
 def test_every_key_is_said_to_be_used_or_not(read, text, ranks):
     run = read(text, ranks)
@@ -196,7 +268,7 @@ def test_experts_lie_over_replicas(read, dp, ep, mesh, expert_dim):
         ("parallel_config.data_parallel", 0, "a whole number from 1"),
         ("parallel_config.model_parallel", True, "a whole number from 1"),
         ("parallel_config.pipeline_stage", "2", "a whole number from 1"),
-        ("parallel_config.expert_parallel", 3, "a divisor of data_parallel=2"),
+        ("parallel_config.expert_parallel", 3, "a divisor of the 2 replicas"),
         ("parallel.parallel_mode", 4, "one of 0, 1, 2, 3"),
         ("parallel.parallel_mode", [1], "one of 0, 1, 2, 3"),
         ("parallel.enable_parallel_optimizer", "yes please", "True or False"),
@@ -255,8 +327,8 @@ TABLES = "\n".join(
         ("x: " + "9" * 10_000, "no valid YAML"),
         ("x: 2020-99-99", "no valid YAML"),
         ("? [1, 2]\n: 3", "a text as key"),
-        ("- 1\n- 2", "content='list'"),
-        ("", "content='NoneType'"),
+        ("- 1\n- 2", "a list in place of a table"),
+        ("", "nothing in place of a table"),
         ("a: 1\n---\nb: 2", "no valid YAML"),
         ("x: \x07", "no valid YAML"),
     ],

@@ -27,39 +27,23 @@ from ascend_parallel.ops.rows import is_one_gather, one_gather
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.process_groups.backend import NCCL, ROWS
 from ascend_parallel.tuning.measured import chunk_plan, pass_times, tuner
+from ascend_parallel.tuning.measured.decider import Decider
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, rates, repeats, seconds
-from ascend_parallel.tuning.measured.tuner import MeasuredBreakdowns, Tuner, clear, decide, predicted, scaled
+from ascend_parallel.tuning.measured.tuner import MeasuredBreakdowns, TunedPass, decide, predicted, scaled
 
 
-@promise("auto-no-loss")
-@pytest.mark.parametrize(
-    ("ours", "sizes"),
-    [
-        ([0.5, 0.5, 0.5], (32, 32)),
-        ([0.99, 0.99, 0.99], (64,)),
-        ([1.5, 0.5, 1.5], (64,)),
-        ([0.9, 1.2, 0.9], (32, 32)),
-        ([0.5, 0.5, 1.1, 0.5, 1.1], (64,)),
-    ],
-)
-def test_overlap_has_to_win_in_all_rounds_but_one(ours, sizes):
-    times = {(64,): [1.0] * len(ours), (32, 32): ours}
-    found = decide(times, (64,), (32, 32))
-    assert found.sizes == sizes
-    assert found.serial == 1.0
-
-
-@pytest.mark.parametrize(
-    ("ours", "is_clear"),
-    [([0.9, 0.95, 0.9], True), ([1.0, 1.2, 1.1], True), ([0.9, 0.97, 0.9], False), ([0.9, 1.1, 0.9], False)],
-)
-def test_further_rounds_follow_unless_the_first_are_clear(ours, is_clear):
-    assert clear({(64,): [1.0] * 3, (32, 32): ours}, (64,), (32, 32)) is is_clear
+def test_what_is_timed_of_a_pass_is_cut_or_kept_whole_with_the_reason():
+    whole, halves = (64,), (32, 32)
+    assert decide({whole: [1.0] * 3, halves: [0.5] * 3}, whole, halves) == TunedPass(halves, 1.0, 0.5)
+    lost = decide({whole: [1.0] * 5, halves: [0.5, 0.5, 1.1, 0.5, 1.1]}, whole, halves)
+    assert (lost.sizes, lost.serial) == (whole, 1.0)
+    assert lost.why == "the best cut, 2 chunks, wins 50.0 % and loses 2 of 5 rounds, which may be noise"
+    assert decide({whole: [1.0] * 3}, whole, whole).why == "no cut that was timed is faster"
 
 
 SHAPE = LayerShape("row", 1024, 64, 64, 2, sequence_parallel=False, dtype=torch.float32, device="cpu")
 (OPERATOR,) = SHAPE.operators
-PROBLEM = OPERATOR.problem
+PROBLEM = OPERATOR.matmul
 
 
 def breakdown(matmul, collective, latency):
@@ -171,14 +155,14 @@ GATHER = LayerShape("column", 1024, 64, 64, 2, sequence_parallel=True, dtype=tor
 def test_a_gather_that_is_not_cut_is_predicted_where_chunks_cost_more_than_they_hide():
     operator = GATHER.operator("forward")
     with mock.patch.dict(ROWS, {("gloo", "cpu"): NCCL}):
-        slow_start = predicted(operator.problem, breakdown(10e-3, 4e-3, 4e-3))  # each chunk costs as much as the whole
+        slow_start = predicted(operator.matmul, breakdown(10e-3, 4e-3, 4e-3))  # each chunk costs as much as the whole
         assert slow_start.sizes == one_gather(1024)
         # The own rows take half of the matmul, which hides the gather.
         assert (slow_start.serial, slow_start.chosen) == pytest.approx((14e-3, 10e-3), rel=0.1)
-        assert len(predicted(operator.problem, breakdown(10e-3, 40e-3, 50e-6)).sizes) > 2
-    too_small = replace(operator.problem, device="cuda")  # its chunks have a tile or two
+        assert len(predicted(operator.matmul, breakdown(10e-3, 40e-3, 50e-6)).sizes) > 2
+    too_small = replace(operator.matmul, device="cuda")  # its chunks have a tile or two
     assert predicted(too_small, breakdown(10e-3, 40e-3, 50e-6)).sizes == one_gather(1024)
-    assert not is_one_gather(predicted(operator.problem, breakdown(10e-3, 4e-3, 4e-3)).sizes)  # on a CPU
+    assert not is_one_gather(predicted(operator.matmul, breakdown(10e-3, 4e-3, 4e-3)).sizes)  # on a CPU
 
 
 def one_gather_wins(group, tune):
@@ -202,16 +186,16 @@ def one_gather_wins(group, tune):
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": "/no/such/cache"}),
         logged(lambda record: record.getMessage()) as lines,
     ):
-        found = Tuner(Settings(tune=tune, auto=tune is None))
-        found._save = lambda *_: None
-        chunks = found.chunks_for(shape, group, backward=False)
+        found = Decider(Settings(tune=tune, auto=tune is None))
+        found._file.save = lambda *_: None
+        known = found.known_of_layer(shape, group, backward=False)
         ascend_parallel.ops.COUNTS.clear()
-        y = column_linear(x, weight, settings=chunks.settings, **options)
+        y = column_linear(x, weight, settings=Settings(tune=tune, auto=tune is None), known=known, **options)
         counted = ascend_parallel.ops.COUNTS.as_dict()["all_gather_matmul"]
-        kernel = choose(shape.operator("forward").problem, chunks.settings).kernel
-        read = chunk_plan.read_plan(chunks.settings.plan.as_dict())
-    assert read == chunks.settings.plan
-    return chunks.settings.plan.entries[0].sizes, kernel, counted, torch.equal(y, plain), lines
+        kernel = choose(shape.operator("forward").matmul, Settings(), known).kernel
+        read = chunk_plan.read_plan(known.plan.as_dict())
+    assert read == known.plan
+    return known.plan.entries[0].sizes, kernel, counted, torch.equal(y, plain), lines
 
 
 @pytest.mark.parametrize("tune", ["nowhere.json", None])
@@ -231,7 +215,7 @@ def test_one_pass_of_each_kind_is_measured():
             self.shape, self.asked = SHAPE._replace(kind=kind), []
 
         def breakdown(self, operator, rounds):
-            self.asked.append((operator.problem.operator, rounds))
+            self.asked.append((operator.matmul.operator, rounds))
             return breakdown(10e-3, 4e-3, 1e-3)
 
     known, row, column = MeasuredBreakdowns(), Timed("row"), Timed("column")
@@ -249,8 +233,8 @@ def cases(group):
         for sequence_parallel in (False, True):
             for tune in ("nowhere.json", None):
                 settings = Settings(tune=tune, auto=tune is None)
-                own_tuner = Tuner(settings)
-                own_tuner._save = lambda *_: None
+                own_tuner = Decider(settings)
+                own_tuner._file.save = lambda *_: None
                 shape = LayerShape(
                     kind=kind,
                     own_rows=192,
@@ -263,12 +247,10 @@ def cases(group):
                 )
                 torch.manual_seed(3)
                 before = torch.get_rng_state()
-                chosen = own_tuner.chunks_for(shape, group, backward=True)
+                chosen = own_tuner.known_of_layer(shape, group, backward=True)
                 assert torch.equal(before, torch.get_rng_state())
-                assert own_tuner.chunks_for(shape, group, backward=True) is chosen
-                found[kind, sequence_parallel, tune] = [
-                    (e.run, e.operator, e.sizes) for e in chosen.settings.plan.entries
-                ]
+                assert own_tuner.known_of_layer(shape, group, backward=True) is chosen
+                found[kind, sequence_parallel, tune] = [(e.run, e.operator, e.sizes) for e in chosen.plan.entries]
     return found
 
 
@@ -291,10 +273,9 @@ def test_groups_of_another_size_are_measured_and_not_kept(group):
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp")).get_group("mp")
     with tempfile.TemporaryDirectory() as folder, logged(lambda record: record.getMessage()) as lines:
         path = Path(folder) / "plan.json"
-        found = Tuner(Settings(tune=str(path)))
+        found = Decider(Settings(tune=str(path)))
         plans = [
-            found.chunks_for(SHAPE._replace(ranks=each.size()), each, backward=False).settings.plan
-            for each in (group, pair)
+            found.known_of_layer(SHAPE._replace(ranks=each.size()), each, backward=False).plan for each in (group, pair)
         ]
         dist.barrier(group)
         found.keep(plans[1].entries[0], pair, "cpu")
@@ -315,7 +296,7 @@ def decided(group, path, seconds):
         read = logged(lambda record: (record.levelno, record.getMessage()))
         with read as lines, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{path}-cache"):
             for settings in (Settings(tune=path), Settings(tune=path), Settings(auto=True)):
-                found = Tuner(settings).chunks_for(SHAPE, group, backward=False).settings
+                found = Decider(settings).known_of_layer(SHAPE, group, backward=False)
                 sizes.append(found.plan.entries[0].sizes)
     finally:
         pass_times.TimedLinear.time_sizes = kept
@@ -417,8 +398,8 @@ def test_the_cache_has_a_file_for_each_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = chunk_plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=2)
     other = chunk_plan.Machine(hardware="a", torch="2.13.0", backend="gloo", threads=1, ranks=4)
-    assert tuner.cached_plan(machine) != tuner.cached_plan(other)
-    assert tuner.cached_plan(machine).is_relative_to(tmp_path)
+    assert chunk_plan.cached_plan(machine) != chunk_plan.cached_plan(other)
+    assert chunk_plan.cached_plan(machine).is_relative_to(tmp_path)
 
 
 def alone(group):
@@ -476,7 +457,7 @@ def test_a_failure_of_one_rank_is_told_to_all(group):
     missing = mock.patch.object(Path, "expanduser", side_effect=RuntimeError("Could not determine home directory."))
     refused = pytest.raises(chunk_plan.PlanError, match="Could not determine home directory")
     with missing, mock.patch.dict(os.environ, XDG_CACHE_HOME=""), refused:
-        Tuner(Settings(auto=True)).chunks_for(SHAPE, group, backward=False)
+        Decider(Settings(auto=True)).known_of_layer(SHAPE, group, backward=False)
 
 
 def test_stages_keep_each_others_entries(tmp_path):
@@ -495,5 +476,5 @@ def test_stages_keep_each_others_entries(tmp_path):
     path = tmp_path / "plan.json"
     for k in (8, 16):  # two stages, each of which knows its own shapes alone
         own = chunk_plan.Plan(machine, (chunk_plan.Entry(**{**vars(entry), "k": k}),))
-        Tuner(Settings(tune=str(path)))._save(own)
+        Decider(Settings(tune=str(path)))._file.save(own)
     assert [found.k for found in chunk_plan.load_plan(str(path)).entries] == [8, 16]

@@ -10,13 +10,13 @@ from typing import Any
 
 from ascend_parallel.cli.bench_request import request_of
 from ascend_parallel.diagnostics.doctor import examine
-from ascend_parallel.diagnostics.trial import TrialError, try_overlap
+from ascend_parallel.diagnostics.trial import OUTPUT, TrialError, try_overlap
 from ascend_parallel.patch_control import CONTROL
 from ascend_parallel.tuning.bench.results import result_rows
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.ranks import RankError
 
-EXAMINED = ("versions", "devices", "kernels", "tried on")  # sections of doctor; its others quote variables
+EXAMINED = ("versions", "devices", "kernels", "chunks", "tried on")  # sections of doctor; its others quote variables
 SHARED_MEMORY = "/dev/shm"  # a path
 STEPS = 15  # of each run of `try`
 
@@ -84,7 +84,7 @@ class Section:
 
 
 def doctor(request: Request, limit: float) -> dict[str, Any]:
-    """Return what `doctor --group` finds of versions, devices and kernels, with each call of its trial."""
+    """Return `doctor --group`'s findings about versions, devices and kernels, with each call of its trial."""
     found = examine(CONTROL, request.ranks, device=request.device, time_limit=limit).as_dict()
     # A trial that failed has one error, which the findings of its kernels repeat.
     examined = EXAMINED[:-1] if "error" in found["tried"] else EXAMINED
@@ -97,7 +97,7 @@ def doctor(request: Request, limit: float) -> dict[str, Any]:
 
 
 def bench(request: Request, limit: float) -> dict[str, Any]:
-    """Return what `bench --json` prints of the layers, by mode."""
+    """Return the layers' part of `bench --json`, by mode."""
     sizes, modes = request.sizes, {}
     for mode, shapes in (("all-reduce", sizes.all_reduce), ("sequence parallel", sizes.sequence)):
         sequence_parallel = shapes is sizes.sequence
@@ -123,15 +123,16 @@ def bench(request: Request, limit: float) -> dict[str, Any]:
 
 
 def try_launch(request: Request, limit: float) -> dict[str, Any]:
-    """Return what `try` prints of the user's launch, and its JSON without the words of the launch."""
+    """Return the lines that `try` prints for the user's launch, and its JSON without the words of the launch."""
     if not request.launch:
         return {"skipped": "no launch was given behind --"}
     try:
         result = try_overlap(request.launch, steps=STEPS, limit=limit / 3)
     except TrialError as error:  # the program's own output follows the first line
-        text = str(error).partition("; its output ends:")[0]
+        text = str(error).partition(OUTPUT)[0]
         raise RuntimeError(text.replace(request.launch[0], "the launch", 1)) from error
-    return {**result.as_dict(), "command": None, "lines": result.lines()}
+    unrecorded = result.unrecorded.partition(OUTPUT)[0].replace(request.launch[0], "the launch", 1)
+    return {**result.as_dict(), "command": None, "unrecorded": unrecorded, "lines": result.lines()}
 
 
 SECTIONS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,15 +22,19 @@ import torch.distributed as dist
 
 from ascend_parallel.diagnostics.doctor.trial import LIMIT, outcomes, try_kernels
 from ascend_parallel.diagnostics.installed import installed_build
+from ascend_parallel.ops import chunk_loop
+from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange
 from ascend_parallel.ops.key_gather import GATHER, choose_exchange, cut_heads
-from ascend_parallel.ops.problem import HEAD_EXCHANGE, KEY_GATHER, Problem
-from ascend_parallel.ops.registry import choose
-from ascend_parallel.overlap.choices import overlap_in_words
+from ascend_parallel.ops.registry import would_choose
+from ascend_parallel.overlap.choices import NO_LAYER, overlap_in_words
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.ranks import PACKAGE
+from ascend_parallel_autoload.frameworks import FRAMEWORKS
 
 GOOD, NOTE, BAD = "good", "note", "bad"
+
+NO_BACKENDS = ("undefined", "fake")  # in torch's list of backends
 
 # Package -> why this package does not overlap its layers, or conflicts with it.
 OTHER_LAYERS = {
@@ -38,8 +43,12 @@ OTHER_LAYERS = {
 }
 
 # Packages whose layers are overlapped, beside torch's own.
-FRAMEWORKS = ("megatron-core", "transformers", "deepspeed", "vllm")
+PACKAGES = tuple(framework.title for framework in FRAMEWORKS if not framework.of_torch)
+# The section and name of the finding on what is replaced.
+STATE = "patches", "state"
 
+# Measured by benchmarks/host_cost.py --loops (benchmarks/README.md).
+LOOP_COST = "a pass of a layer in 4 chunks then costs the host up to 1.35 times what it costs with the loop in C++"
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
     "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
@@ -90,8 +99,15 @@ class Report:
         bad = [finding for finding in self.findings if finding.verdict == BAD]
         if bad:
             return f"{len(bad)} thing{'s' if len(bad) > 1 else ''} to fix: {', '.join(f.name for f in bad)}"
-        lacking = "" if any(map(_version, FRAMEWORKS)) else "; variables act on torch's own layers alone"
-        return f"nothing is wrong; overlap is {overlap_in_words(self.settings)}{lacking}"
+        lacking = "" if any(map(_version, PACKAGES)) else "; variables act on torch's own layers alone"
+        states = (finding.found for finding in self.findings if (finding.section, finding.name) == STATE)
+        idle = "".join(f", {NO_LAYER}{state.split(NO_LAYER, 1)[1]}" for state in states if NO_LAYER in state)
+        uncompiled = (finding.found for finding in self.findings if finding.advice == REBUILD)
+        slower = "".join(
+            f"; chunks are looped over in Python, and CPU ranks have no shared-memory kernel: {reason}"
+            for reason in uncompiled
+        )
+        return f"nothing is wrong; overlap is {overlap_in_words(self.settings)}{idle}{lacking}{slower}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -137,8 +153,8 @@ class ContextRequest:
             how = "measured in the run" if settings.tunes else "as the plan says"
             return Finding(section, "groups", f"{how}; at most {heads}")
         operator = KEY_GATHER if way == GATHER else HEAD_EXCHANGE
-        problem = Problem(operator, heads, 1, 1, torch.float32, "cpu", self.ranks)
-        sizes = choose(problem, replace(settings, strict=False)).sizes
+        call = Exchange(operator, heads, 1, 1, torch.float32, "cpu", self.ranks)
+        sizes = would_choose(call, settings).sizes
         if len(sizes) > 1:
             return Finding(section, "groups", f"{len(sizes)}, of heads {list(sizes)}")
         advice = "export COC_PARALLEL_NUM=auto, which measures and chooses, or a number of groups"
@@ -170,6 +186,7 @@ def examine(
         ("devices", _devices),
         ("settings and patches", lambda: examine_request(control)),
         ("kernels", lambda: _kernels(control)),
+        ("chunks", _loop),
     ):
         say(step)
         findings += check()
@@ -201,7 +218,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(section, "ascend_parallel", found, BAD, advice)
     yield Finding(section, "torch", str(torch.__version__))  # with the build's device, which its metadata may lack
     advice = "needed for its patches, not for column_linear, row_linear and the operators"
-    yield from (_optional(name, _version(name), advice) for name in FRAMEWORKS)
+    yield from (_optional(name, _version(name), advice) for name in PACKAGES)
     npu, cann = _version("torch_npu"), _cann()
     yield _optional("torch_npu", npu, "needed on NPUs")
     if npu and _release(npu) != _release(torch.__version__):
@@ -264,6 +281,8 @@ def _release(version: str) -> str:
 
 def _cann() -> str | None:
     """Return the version of the CANN at ASCEND_HOME_PATH, which CANN's set_env.sh sets; None without it."""
+    if _is_emulated():
+        return "emulated by emulated_ascend: nothing runs on an NPU"
     home = os.environ.get("ASCEND_HOME_PATH")
     if home is None:
         return None
@@ -272,6 +291,14 @@ def _cann() -> str | None:
             if line.startswith("version="):
                 return line.removeprefix("version=")
     return f"of unknown version at {home}"
+
+
+def _is_emulated() -> bool:
+    """Tell whether emulated_ascend stands in the place of CANN (contrib/emulated_ascend)."""
+    try:
+        return hasattr(ctypes.CDLL("libascendcl.so"), "emulated_counts")
+    except OSError:
+        return False
 
 
 def _compiler() -> str | None:
@@ -301,7 +328,9 @@ def _devices() -> Iterator[Finding]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator else 0
     yield Finding(section, "accelerators", f"{count} of {accelerator.type}" if accelerator else "none")
-    backends = [name for name in ("gloo", "nccl", "hccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    backends = [
+        name for name in dist.Backend.backend_list if name not in NO_BACKENDS and dist.is_backend_available(name)
+    ]
     yield Finding(section, "backends", ", ".join(backends) or "none", GOOD if backends else BAD)
 
 
@@ -321,14 +350,14 @@ def _settings(control: PatchState) -> Iterator[Finding]:
 
 
 def _patches(control: PatchState) -> Iterator[Finding]:
-    section = "patches"
+    section = STATE[0]
     status = control.status()
     if status.settings.enabled:
         advice = "do what it says, install a supported version, or unset the variables"
         errors = control.try_apply()
         yield from (Finding(section, title, reason, BAD, advice) for title, reason in errors.items())
         status = control.status()
-    yield Finding(section, "state", status.state)
+    yield Finding(*STATE, status.state)
     for patch in status.patches:
         name = ".".join(patch.target.split(".")[-2:])
         yield Finding(section, name, patch.reason or "replaced", GOOD if patch.applied else BAD)
@@ -343,6 +372,14 @@ def _kernels(control: PatchState) -> Iterator[Finding]:
     for name, state in control.status().kernels.items():
         advice = REBUILD if "C++ extension" in state else ""
         yield Finding("kernels", name, state, GOOD if state == "available" else NOTE, advice)
+
+
+def _loop() -> Iterator[Finding]:
+    """Yield which loop runs over the chunks of a layer."""
+    if isinstance(chunk_loop.LOOP, str):
+        yield Finding("chunks", "loop", f"in Python: {chunk_loop.LOOP}", NOTE, f"{LOOP_COST}; {REBUILD}")
+    else:
+        yield Finding("chunks", "loop", "in C++")
 
 
 def _trial(section: str, tried: Mapping[str, Any]) -> Iterator[Finding]:

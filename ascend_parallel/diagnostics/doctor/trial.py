@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.arithmetic import TP
-from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
-from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, pieces_of
-from ascend_parallel.ops.operators import with_fused_limits
-from ascend_parallel.ops.part_exchange import Rows
-from ascend_parallel.ops.pending import CollectiveError
-from ascend_parallel.ops.problem import (
+from ascend_parallel.ops.call import (
     ALL_GATHER,
     ALL_REDUCE,
     EXPERT_EXCHANGE,
@@ -23,13 +18,18 @@ from ascend_parallel.ops.problem import (
     KEY_GATHER,
     OPERATORS,
     PART_NAMES,
-    Problem,
-    experts_problem,
+    Matmul,
+    experts_exchange,
 )
+from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, expert_exchange
+from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, pieces_of
+from ascend_parallel.ops.operators import with_fused_limits
+from ascend_parallel.ops.part_exchange import Rows
+from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.registry import FUSED, KERNELS, choose
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.settings import OperatorSettings
-from ascend_parallel.overlap.context import Part, attend_pieces, run_attention
+from ascend_parallel.overlap.context import Heads, attend_pieces, run_attention
 from ascend_parallel.process_groups.consistency import store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.text import dtype_name
@@ -50,7 +50,7 @@ Call = dict[str, Any]
 
 
 def try_kernels(ranks: int, device: str = CPU, time_limit: float = LIMIT) -> dict[str, Any]:
-    """Return what `try_all` finds on `ranks` ranks of this machine; if they fail or take too long, "error" alone."""
+    """Return the results of `try_all` on `ranks` ranks here; if they fail or take too long, "error" alone."""
     try:
         tried: dict[str, Any] = call_on_ranks(f"{__name__}:try_all", ranks, limit=time_limit, device=device)
     except RankError as error:
@@ -114,21 +114,21 @@ def _worst(outcomes_by_rank: Iterable[str]) -> str:
     return max(outcomes_by_rank, key=lambda text: text != RIGHT)
 
 
-def _calls(problem: Problem, group: dist.ProcessGroup) -> list[Call]:
-    """Return this rank's errors and bits of a problem with every kernel and chunk count."""
-    x, w = operands(problem, 1)
-    truth = float64_result(problem, x, w, group.rank())
-    serial = run_kernel(SERIAL, problem, x, w, group, 1)
+def _calls(matmul: Matmul, group: dist.ProcessGroup) -> list[Call]:
+    """Return this rank's errors and bits of a matmul with every kernel and chunk count."""
+    x, w = operands(matmul, 1)
+    truth = float64_result(matmul, x, w, group.rank())
+    serial = run_kernel(SERIAL, matmul, x, w, group, 1)
     # Each rank's part of the sum is rounded to the dtype, and so is the sum.
-    limit = max(ROUNDING, (problem.ranks + 1) * torch.finfo(problem.dtype).eps)
+    limit = max(ROUNDING, (matmul.ranks + 1) * torch.finfo(matmul.dtype).eps)
     calls = []
     for name, kernel in KERNELS.items():
-        call = {"operator": problem.operator, "dtype": dtype_name(problem.dtype), "kernel": name}
-        if (refusal := kernel.supports(problem)) is not None:
+        call = {"operator": matmul.operator, "dtype": dtype_name(matmul.dtype), "kernel": name}
+        if (refusal := kernel.supports(matmul)) is not None:
             calls.append({**call, "refused": refusal})
             continue
         for count in [1] if name in (SERIAL, *FUSED) else CHUNKS:
-            y, again = (run_kernel(name, problem, x, w, group, count) for _ in range(2))
+            y, again = (run_kernel(name, matmul, x, w, group, count) for _ in range(2))
             bits = {"bits": torch.equal(y, serial), "again": torch.equal(y, again)}
             calls.append({**call, "chunks": count, "error": relative_error(y, truth), "limit": limit, **bits})
     return calls
@@ -162,8 +162,8 @@ def try_experts(group: dist.ProcessGroup, device: str) -> str:
         rows = torch.tensor([rows for counts in expert_group.received for rows in counts])
         return [received[0] * factors.repeat_interleave(rows)[:, None].to(device)]
 
-    choice = choose(experts_problem(x, EXPERTS, group), OperatorSettings(num_chunks=2, mode=2))
-    expert_exchange([x], counts, experts, [y], group, choice)
+    decision = choose(experts_exchange(x, EXPERTS, group), OperatorSettings(num_chunks=2, mode=2))
+    expert_exchange([x], counts, experts, [y], group, decision)
     return RIGHT if torch.equal(y, x * numbers[:, None].to(device)) else "wrong: rows came back from other experts"
 
 
@@ -179,7 +179,7 @@ def try_attention(group: dist.ProcessGroup, way: str, device: str) -> str:
     if way == GATHER:
         places = torch.cat([torch.arange(ranks * own)[rows] for rows in pieces_of(group.rank(), ranks, own)])
 
-    def attention(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attention(part: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if isinstance(part, KeyGroup):
             return attend_pieces(lambda _, *rows: _attend(*rows), part, q, k, v, causal=False)
         return _attend(q, k, v)
@@ -207,27 +207,27 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def problem_on(
     group: dist.ProcessGroup, operator: str, rows: int, k: int, n: int, dtype: torch.dtype, device: str
-) -> Problem:
-    """Return the problem of `rows` rows of one rank in an all-gather, and ``rows * ranks`` rows in the others."""
-    return with_fused_limits(Problem(operator, rows * group.size(), k, n, dtype, device, group.size()), group)
+) -> Matmul:
+    """Return the matmul of `rows` rows of one rank in an all-gather, and ``rows * ranks`` rows in the others."""
+    return with_fused_limits(Matmul(operator, rows * group.size(), k, n, dtype, device, group.size()), group)
 
 
-def operands(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(matmul: Matmul, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the operands of every rank, x [R, rows, K] and w [R, K, N]; the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    rows = problem.m // problem.ranks if problem.operator == ALL_GATHER else problem.m
-    x = torch.randn(problem.ranks, rows, problem.k, generator=generator)
-    w = torch.randn(problem.ranks, problem.k, problem.n, generator=generator)
-    return x.to(problem.device, problem.dtype), w.to(problem.device, problem.dtype)
+    rows = matmul.m // matmul.ranks if matmul.operator == ALL_GATHER else matmul.m
+    x = torch.randn(matmul.ranks, rows, matmul.k, generator=generator)
+    w = torch.randn(matmul.ranks, matmul.k, matmul.n, generator=generator)
+    return x.to(matmul.device, matmul.dtype), w.to(matmul.device, matmul.dtype)
 
 
-def float64_result(problem: Problem, x: torch.Tensor, w: torch.Tensor, rank: int) -> torch.Tensor:
+def float64_result(matmul: Matmul, x: torch.Tensor, w: torch.Tensor, rank: int) -> torch.Tensor:
     """Return the unsharded result of `operands` that belongs to a rank, computed in float64 on the CPU."""
     x, w = x.cpu().double(), w.cpu().double()
-    if problem.operator == ALL_GATHER:
+    if matmul.operator == ALL_GATHER:
         return x.flatten(0, 1) @ w[rank]
     total = torch.bmm(x, w).sum(dim=0)
-    return total if problem.operator == ALL_REDUCE else total.chunk(problem.ranks)[rank]
+    return total if matmul.operator == ALL_REDUCE else total.chunk(matmul.ranks)[rank]
 
 
 def relative_error(result: torch.Tensor, truth: torch.Tensor) -> float:
@@ -236,14 +236,14 @@ def relative_error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def run_kernel(
-    name: str, problem: Problem, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int
+    name: str, matmul: Matmul, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int
 ) -> torch.Tensor:
     """Run an operator with a kernel on this rank's part of `operands`, in `chunks` chunks where the kernel has any."""
-    sizes = (problem.rows,) if name == SERIAL else split_rows(problem.rows, chunks)
+    sizes = (matmul.rows,) if name == SERIAL else split_rows(matmul.rows, chunks)
     options: dict[str, Any] = {}
     if name == "tree":  # its chunks and blocks are those of COC_DETERMINISTIC=tp alone
-        choice = choose(problem, OperatorSettings(num_chunks=chunks, mode=2, deterministic=TP))
-        sizes, options = choice.sizes, dict(choice.options)
-    result = getattr(KERNELS[name], problem.operator)(x[group.rank()], w[group.rank()], group, sizes, **options)
-    y: torch.Tensor = result[0] if problem.operator == ALL_GATHER else result.wait()
+        decision = choose(matmul, OperatorSettings(num_chunks=chunks, mode=2, deterministic=TP))
+        sizes, options = decision.sizes, dict(decision.options)
+    result = getattr(KERNELS[name], matmul.operator)(x[group.rank()], w[group.rank()], group, sizes, **options)
+    y: torch.Tensor = result[0] if matmul.operator == ALL_GATHER else result.wait()
     return y

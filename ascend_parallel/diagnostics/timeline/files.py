@@ -98,7 +98,7 @@ class RankFile:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value is a text that UTF-8 can encode: JSON also allows lone surrogates."""
+    """Tell whether a value is a text that UTF-8 can encode: JSON also allows lone surrogates."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
@@ -107,7 +107,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_clock(value: object) -> bool:
-    """Return whether a value is a clock difference: a dict of the rank `to`, `offset` and `error`."""
+    """Tell whether a value is a clock difference: a dict of the rank `to`, `offset` and `error`."""
     names = ("to", "offset", "error")
     fits = isinstance(value, dict) and all(type(value.get(name)) is int and abs(value[name]) < MOST for name in names)
     return fits and isinstance(value, dict) and value["error"] >= 0
@@ -158,7 +158,8 @@ def read_run(folder: Path, run: str | None = None) -> tuple[list[RankFile], list
     Raises `TimelineError` if there is no file, or if a file is damaged or of another format.
     """
     if not folder.is_dir():
-        raise TimelineError(f"{folder}: no such folder; give the folder that COC_TIMELINE named")
+        what = "that is a file" if folder.exists() else "no such folder"
+        raise TimelineError(f"{folder}: {what}; give the folder that COC_TIMELINE named")
     paths = sorted(folder.glob(PATTERN))
     if not paths:
         raise TimelineError(

@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from ascend_parallel.diagnostics.intervals import length, within, without
 from ascend_parallel.diagnostics.timeline.files import Pass, RankFile, TimelineError
-from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed, length, within, without
+from ascend_parallel.diagnostics.timeline.table import busy, communicating, exposed
 from ascend_parallel.diagnostics.timeline.trace import collectives, label, tracks
 
 # A picture shows at most this many passes, the last ones: otherwise bars would be thinner than a pixel.

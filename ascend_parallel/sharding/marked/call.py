@@ -218,7 +218,7 @@ def _run(call: _DTensorCall, plan: FunctionPlan) -> dict[Value, DTensor]:
 
 
 def _stand_ins(call: _DTensorCall, plan: FunctionPlan) -> dict[Value, torch.Tensor]:
-    """Return what a rank outside of the mesh has of a call's results, and of what the call writes."""
+    """Return stand-ins for a call's results and the tensors it writes, on a rank outside of the mesh."""
     returned, given = on_stand_ins(call.torch_call, call.tensors, tuple(plan.arguments.values()), call.mesh)
     results = zip(plan.results, pytree.tree_leaves(returned), strict=True)
     written = {value: given[index] for index, value in plan.updates.items()}

@@ -23,6 +23,7 @@ from ascend_parallel.sharding.marked.torch_call import TorchCall
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps, seconds
 from ascend_parallel.sharding.planner.options import WHOLE, Option, Options
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.redistribute.reshard import costs_of, hardware_of
@@ -30,7 +31,6 @@ from ascend_parallel.sharding.rules.axes import is_float
 from ascend_parallel.sharding.runtime.compiler import compile_plan
 from ascend_parallel.sharding.runtime.compute_instructions import Run
 from ascend_parallel.sharding.runtime.instructions import Holder, Program, Step
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.tuning.cost_model.cost import CostModel

@@ -35,7 +35,7 @@ def is_outside(mesh: ProcessMesh) -> bool:
 def on_stand_ins(
     call: TorchCall, tensors: Sequence[DTensor], layouts: Sequence[Layout], mesh: ProcessMesh
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return what a function returns for stand-ins of `tensors`, and these stand-ins after it.
+    """Call a function with stand-ins of `tensors`; return its result, and the stand-ins after it.
 
     layouts
         In which the mesh's ranks read the tensors; gradients are laid out accordingly.

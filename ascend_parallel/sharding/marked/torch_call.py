@@ -36,7 +36,7 @@ class TorchCall:
         return name_of(self.function)
 
     def on(self, tensors: Sequence[Any]) -> Any:
-        """Return what the function returns for these tensors."""
+        """Call the function with these tensors and return its result."""
         given = [tensors[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(given, self.spec)
         return self.function(*args, **kwargs)

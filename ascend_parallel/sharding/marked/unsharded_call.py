@@ -66,7 +66,7 @@ def on_whole_tensors(kind: Kind, call: TorchCall, tensors: Sequence[DTensor], me
 
 
 def _outside(kind: Kind, call: TorchCall, tensors: Sequence[DTensor], mesh: ProcessMesh, *, values: bool) -> Any:
-    """Return what a rank outside of the mesh knows of the result; values that the function reads are NaN."""
+    """Return the result's stand-in on a rank outside of the mesh; the function reads NaN in place of values."""
     if values:
         return call.on([unknown(tensor, mesh) for tensor in tensors])
     layouts = [layout_of(tensor.placements, mesh, tensor.ndim) for tensor in tensors]

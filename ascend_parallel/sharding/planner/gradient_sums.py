@@ -13,11 +13,12 @@ from itertools import accumulate
 
 import torch
 
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.layout import PARTIAL_GRAD, REPLICATE, Layout, forward
 from ascend_parallel.sharding.planner.sharding_plan import Conversion, ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
 

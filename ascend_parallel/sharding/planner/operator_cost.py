@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.sharding.graph import OpCall, TensorMeta
 from ascend_parallel.sharding.layout import REPLICATE, Layout, Placement, Shape, cuts, shard
 from ascend_parallel.sharding.planner.options import Option
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts, sent
+from ascend_parallel.sharding.redistribute.costs import MeshCosts, sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 from ascend_parallel.sharding.rules import Exchange, Reduction, attention, experts, npu, own_collectives
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
@@ -98,7 +99,7 @@ def multiply_adds(call: OpCall) -> float:
 def _matmuls(
     call: OpCall, inputs: list[Shape], outputs: list[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
 ) -> tuple[int, tuple[int, int, int] | None]:
-    """Return how many matmuls the forward runs, and their M, K, N; batches count as rows; None: no matmul."""
+    """Return the number of the forward's matmuls, and their M, K, N; batches count as rows; None: no matmul."""
     name = call.operator
     if name in MATMULS and inputs and outputs:
         first = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]

@@ -186,7 +186,7 @@ def operator_name(node: Node) -> str:
 
 
 def where(node: Node) -> str:
-    """Return what messages call a node: "layers.0.mlp.up linear", or "parameter layers.0.mlp.up.weight"."""
+    """Return a node's name in messages: "layers.0.mlp.up linear", or "parameter layers.0.mlp.up.weight"."""
     if node.kind != CALL:
         return f"{node.kind} {node.source}"
     return f"{node.module} {operator_name(node)}".strip()

@@ -5,7 +5,7 @@ column  the weight is sharded along N. Either the input is R*, and the all-reduc
         backward; or the input's rows are sharded, and the all-gather moves into the forward, the reduce-scatter into
         the backward.
 
-The overlap pass (runtime/overlap_pass.py) and the planner's prices both ask the functions here, so a plan is priced as
+The overlap pass (planner/overlap_pass.py) and the planner's prices both ask the functions here, so a plan is priced as
 it will run. The seconds are those of the passes of a linear layer (tuning/cost_model/layer_passes.py), in the chunks
 that the operators would choose.
 """
@@ -19,10 +19,10 @@ from math import prod
 
 import torch
 
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import FUSED
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.registry import FUSED, would_choose
 from ascend_parallel.ops.rows import split_rows
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.known import known_in_call, known_of
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD, LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
@@ -166,6 +166,21 @@ def column_group(matmul: MatmulInputs, reads: Sequence[Layout], output: Layout, 
     return ColumnGroup(reads[matmul.x], weight, output, matmul.bias is not None, dtype)
 
 
+def rank_shape(
+    kind: str, call: OpCall, matmul: MatmulInputs, reads: Sequence[Layout], mesh_shape: Sequence[int], mesh_dim: int
+) -> LayerShape:
+    """Return a rank's part of a matmul that reads these layouts, on no device yet: as if all slices were even.
+
+    Its own rows are those of x as the call reads it: `sequence_parallel` is False.
+    """
+    x, weight = call.inputs[matmul.x], call.inputs[matmul.weight]
+    slices = cuts(reads[matmul.x], mesh_shape, len(x.shape))
+    *rows, k = (size // count for size, count in zip(x.shape, slices, strict=True))
+    n = weight.shape[matmul.n_dim] // cuts(reads[matmul.weight], mesh_shape, 2)[matmul.n_dim]
+    ranks = mesh_shape[mesh_dim]
+    return LayerShape(kind, prod(rows), k, n, ranks, sequence_parallel=False, dtype=weight.dtype, device="")
+
+
 class ExposedCosts:
     """Seconds by which matmuls with their collectives outlast the matmuls alone."""
 
@@ -173,7 +188,9 @@ class ExposedCosts:
         """Take the costs of collectives, and the settings that choose the chunks."""
         self._mesh_shape = costs.shape
         self._models = [_line_model(line) if isinstance(line, FittedCosts) else None for line in costs.dims]
-        self._settings = _for_prices(settings)
+        self._settings = settings
+        # Products in the tree are priced as plain chunks.
+        self._known = known_of(settings)._replace(deterministic=settings.arithmetic.priced_as, equal=True)
         self.passes = cache(self._passes)
 
     def knows(self, mesh_dim: int) -> bool:
@@ -185,13 +202,7 @@ class ExposedCosts:
         self, kind: str, call: OpCall, matmul: MatmulInputs, reads: Sequence[Layout], mesh_dim: int
     ) -> LayerShape:
         """Return a rank's part of a matmul whose x, if "column", is whole along `mesh_dim`."""
-        x, weight = call.inputs[matmul.x], call.inputs[matmul.weight]
-        slices = cuts(reads[matmul.x], self._mesh_shape, len(x.shape))
-        local_x = [size // count for size, count in zip(x.shape, slices, strict=True)]
-        n = weight.shape[matmul.n_dim] // cuts(reads[matmul.weight], self._mesh_shape, 2)[matmul.n_dim]
-        costs, ranks = self._model(mesh_dim)
-        rows, k, dtype, device = prod(local_x[:-1]), local_x[-1], call.outputs[0].dtype, costs.hardware.device
-        return LayerShape(kind, rows, k, n, ranks, sequence_parallel=False, dtype=dtype, device=device)
+        return rank_shape(kind, call, matmul, reads, self._mesh_shape, mesh_dim)
 
     def seconds(self, shape: LayerShape, mesh_dim: int, rows: bool, gradient: bool = True) -> float:
         """Return the exposed seconds of a step: of forward, and of backward if there is a `gradient`.
@@ -203,7 +214,8 @@ class ExposedCosts:
 
     def _passes(self, shape: LayerShape, mesh_dim: int, rows: bool) -> tuple[float, float]:
         costs, _ = self._model(mesh_dim)
-        linear, again = ModelLinear(shape.kind, shape.sharing_rows(rows)), self._settings.recompute_all_gather
+        here = shape.sharing_rows(rows)._replace(device=costs.hardware.device)
+        linear, again = ModelLinear(shape.kind, here), self._settings.recompute_all_gather
         passes = (LinearPass(costs, linear, run, gathers_again=again) for run in (FORWARD, BACKWARD))
         forward, backward = map(self._exposed, passes)
         return forward, backward
@@ -214,30 +226,20 @@ class ExposedCosts:
         return model
 
     def _exposed(self, part: LinearPass) -> float:
-        if part.problem is None:
+        if part.beside is None:
             return 0.0
-        return max(0.0, self._in_chunks(part, part.problem) - part.computation)
+        return max(0.0, self._in_chunks(part, part.beside) - part.computation)
 
-    def _in_chunks(self, part: LinearPass, problem: Problem) -> float:
+    def _in_chunks(self, part: LinearPass, matmul: Matmul) -> float:
         """Return the seconds of a pass in the chunks that will run.
 
         Of a fused operator, and of chunks that are measured in the run, in the best number of them.
         """
-        chunks = Chunks.for_call(self._settings, part.shape, part.direction)
-        settings, choice = chunks.settings, chunks.choice(problem)
-        measured = settings.tunes and (problem.m, problem.k, problem.n) not in settings.customized_coc
-        if choice.kernel in FUSED or measured:
-            return min(part.seconds(split_rows(problem.rows, count)) for count in range(1, MOST_CHUNKS + 1))
-        return part.seconds(choice.sizes)
-
-
-def _for_prices(settings: Settings) -> Settings:
-    """Return settings that choose chunks for any option without an error, even for one that no plan will have.
-
-    Products in the tree are priced as plain chunks; a list of chunk sizes is priced as that number of equal chunks.
-    """
-    counts = {shape: cut if isinstance(cut, int) else len(cut) for shape, cut in settings.customized_coc.items()}
-    return replace(settings, strict=False, customized_coc=counts, deterministic=settings.arithmetic.priced_as)
+        known = known_in_call(self._settings, self._known, part.shape, part.direction)
+        decision = would_choose(matmul, self._settings, known)
+        if decision.kernel in FUSED or "unmeasured" in decision.codes:
+            return min(part.seconds(split_rows(matmul.rows, count)) for count in range(1, MOST_CHUNKS + 1))
+        return part.seconds(decision.sizes)
 
 
 @cache

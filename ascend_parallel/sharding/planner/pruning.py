@@ -181,7 +181,7 @@ def _improved(
 def _beside(
     problem: AssignmentProblem, remaining: Mapping[str, npt.NDArray[np.int64]], chosen: Mapping[str, int]
 ) -> dict[str, Costs]:
-    """Return what each remaining option costs beside the chosen options of the other choices."""
+    """Return the cost of each remaining option beside the chosen options of the other choices."""
     costs = {name: own.copy() for name, own in problem.own.items()}
     for (first, second), pair in problem.pairs.items():
         costs[first] += pair[:, chosen[second]]

@@ -307,7 +307,7 @@ class Search:
         )
 
     def _gradients(self, node: Node) -> tuple[bool, ...]:
-        """Return whether each input has a gradient, and then whether the outputs have."""
+        """Tell whether each input has a gradient, and then whether the outputs have."""
         outputs = not self.differentiable.isdisjoint(node.values)
         return (*(value in self.differentiable for value in node.inputs), outputs)
 

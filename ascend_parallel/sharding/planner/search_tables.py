@@ -52,7 +52,7 @@ class Interned:
         return self.result(("inputs", index), (options,), lambda: tuple(option.inputs[index] for option in options))
 
     def result(self, kind: Hashable, of: tuple[object, ...], compute: Callable[[], Result]) -> Result:
-        """Return what `compute` returns for the objects `of`, computed once.
+        """Call `compute` once for the objects `of`, and return its result.
 
         kind: what is computed, with all arguments that are compared by value.
         """

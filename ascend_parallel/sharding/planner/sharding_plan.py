@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ascend_parallel.settings import Settings
@@ -13,6 +13,7 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Graph, Node,
 from ascend_parallel.sharding.layout import REPLICATE, Layout, backward
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import op_collective_steps
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan, fuse
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep, Redistribution, plan_redistribution
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes, optimizer_bytes
@@ -114,6 +115,25 @@ class ShardingPlan:
     def output_layouts(self, node: Node) -> tuple[Layout, ...]:
         """Return the layouts in which a node produces its tensors."""
         return tuple(self.layouts[value] for value in node.values)
+
+    def fused(self, settings: Settings, *, held_weights: bool = False) -> FusedPlan:
+        """Run the overlap pass, once for settings that fuse alike, and return the fused plan.
+
+        settings: of the overlapped operators; of them counts the arithmetic alone. held_weights: as for `fuse`.
+        """
+        every_product = settings.arithmetic.forms_every_product
+        key = every_product, held_weights
+        if key not in self._fused:
+            self._fused[key] = fuse(self, every_product=every_product, held_weights=held_weights)
+        return self._fused[key]
+
+    @cached_property
+    def _fused(self) -> dict[tuple[bool, bool], FusedPlan]:
+        return {}
+
+    def beside(self, fused: FusedPlan) -> ShardingPlan:
+        """Return the plan with the redistributions alone that no kernel runs."""
+        return replace(self, layouts=fused.layouts, inputs=fused.inputs, shared_layouts=fused.shared_layouts)
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:

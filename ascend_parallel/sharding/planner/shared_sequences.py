@@ -111,7 +111,7 @@ def _mask_is_learnt(node: Node, differentiable: Collection[Value]) -> bool:
 
 
 def _repeats(graph: Graph, value: Value) -> int:
-    """Return how often the graph repeats each head of a tensor [B, N, S, D], one after the other; 1: it does not."""
+    """Return the number of consecutive copies of each head that the graph makes of a tensor [B, N, S, D]; 1: none."""
     shape, node = graph.meta(value).shape, graph.nodes[value.node]
     while node.call is not None and node.call.operator in AFTER_REPEATING:
         node = graph.nodes[node.inputs[0].node]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,10 +30,22 @@ CLOSE = 1e-3
 MOST_STEPS = 2
 # Above so many costs a solution takes seconds: there only the first two candidates are compared.
 MOST_COSTS = 2_000_000
-Cut = tuple[int, int]
-"""(last, beside): summed are the gradients of parameters whose first reader is at the place `last` of the graph or
-before it, and the backward of operators before the place `beside` takes no time."""
-WITHOUT: Cut = (-1, 0)
+
+
+class SumsAfter(NamedTuple):
+    """Which sums of gradients a candidate pays for.
+
+    last
+        The gradients of parameters whose first reader is at this place of the graph, or before it, are summed.
+    beside
+        The backward of operators before this place takes no time.
+    """
+
+    last: int
+    beside: int
+
+
+WITHOUT = SumsAfter(-1, 0)
 
 
 def plan_under_backward(search: Search) -> ShardingPlan:
@@ -40,19 +53,23 @@ def plan_under_backward(search: Search) -> ShardingPlan:
     sums = _Sums(search)
     place = sums.place
 
-    def candidate(cuts: Sequence[Cut]) -> tuple[_Timed, float]:
-        chosen, least = search.solved(sums.placed(cuts))
+    def candidate(ends: Sequence[SumsAfter]) -> tuple[_Timed, float]:
+        chosen, least = search.solved(sums.placed(ends))
         return _Timed(search, sums.alone, chosen), least
 
-    cuts = [WITHOUT]
-    latest, bound = candidate(cuts)
-    best = min(latest, candidate([(len(place), 0)])[0], key=lambda each: each.plan.cost)
+    ends = [WITHOUT]
+    latest, bound = candidate(ends)
+    best = min(latest, candidate([SumsAfter(len(place), 0)])[0], key=lambda each: each.plan.cost)
     small = sum(costs.size for costs in sums.alone.pairs.values()) <= MOST_COSTS
     for _ in range(MOST_STEPS * small):
         if best.plan.cost <= bound * (1 + CLOSE):
             break
-        cuts.append(WITHOUT if latest.critical is None else (place[latest.critical[1]], place[latest.critical[0]]))
-        latest, _ = candidate(cuts)
+        if latest.critical is None:
+            ends.append(WITHOUT)
+        else:
+            first, last = latest.critical
+            ends.append(SumsAfter(place[last], place[first]))
+        latest, _ = candidate(ends)
         best = min(best, latest, key=lambda each: each.plan.cost)
     return replace(best.plan, bound=None if best.plan.cost <= bound * (1 + 1e-9) else bound)
 
@@ -79,15 +96,15 @@ class _Sums:
         self.place = {name: index for index, name in enumerate(search.graph.nodes)}
         self._sums = list(self._of_parameters())
 
-    def placed(self, cuts: Sequence[Cut]) -> AssignmentProblem:
-        """Return the mean over `cuts` of the problem with its sums in buckets, less the backward beside them."""
+    def placed(self, ends: Sequence[SumsAfter]) -> AssignmentProblem:
+        """Return the mean over `ends` of the problem with its sums in buckets, less the backward beside them."""
         alone = self.alone
         found = AssignmentProblem(dict(alone.sizes), dict(alone.own), dict(alone.pairs))
         for each in self._sums:
-            share = fmean(each.first <= last for last, _ in cuts)
+            share = fmean(each.first <= end.last for end in ends)
             found.add_pair(each.source, each.target, share * each.in_bucket - each.alone)
         for name, node in self._search.graph.nodes.items():
-            share = fmean(self.place[name] < beside for _, beside in cuts)
+            share = fmean(self.place[name] < end.beside for end in ends)
             if node.call is not None and share:
                 found.own[name] = found.own[name] - share * BACKWARD * self._search.computation(node)
         return found

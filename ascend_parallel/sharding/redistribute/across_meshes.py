@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.process_groups.collectives import SEND
 from ascend_parallel.sharding.layout import Layout, Shape, bounds
 from ascend_parallel.sharding.mesh import ProcessMesh, default_group
 from ascend_parallel.sharding.redistribute.collectives import note
-from ascend_parallel.sharding.redistribute.costs import SEND
 
 # A tag of its own keeps these sends apart from those of the user's program.
 TAG = 1 << 23

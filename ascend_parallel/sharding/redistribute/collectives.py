@@ -23,7 +23,8 @@ import torch.distributed as dist
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.pending import FinishingWork, NamedWork
-from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, sent
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from ascend_parallel.sharding.redistribute.costs import sent
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
 
 REDUCTIONS: dict[str, Any] = {

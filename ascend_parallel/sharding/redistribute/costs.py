@@ -10,18 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from ascend_parallel.ops.problem import ALL_REDUCE as MATMUL_ALL_REDUCE
-from ascend_parallel.ops.problem import REDUCE_SCATTER as MATMUL_REDUCE_SCATTER
-from ascend_parallel.tuning.cost_model import shared_attention
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from ascend_parallel.tuning.cost_model.cost import CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.hardware import Hardware, find_hardware
 
 if TYPE_CHECKING:
     from ascend_parallel.sharding.mesh import ProcessMesh
 
-ALL_REDUCE = "all_reduce"
-ALL_GATHER, REDUCE_SCATTER = shared_attention.ALL_GATHER, shared_attention.REDUCE_SCATTER
-ALL_TO_ALL, SEND = shared_attention.ALL_TO_ALL, shared_attention.SEND
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND)
 
 
@@ -66,8 +61,7 @@ class FittedCosts:
             return model.send(nbytes, inside=self.in_domain > 1)
         if kind == ALL_TO_ALL:
             return model.all_to_all(nbytes / self.ranks, self.ranks, self.in_domain)
-        operator = {ALL_GATHER: GATHER, REDUCE_SCATTER: MATMUL_REDUCE_SCATTER, ALL_REDUCE: MATMUL_ALL_REDUCE}[kind]
-        return model.line(operator, nbytes, self.ranks, self.in_domain)
+        return model.line(kind, nbytes, self.ranks, self.in_domain)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from ascend_parallel.sharding.layout import Shape, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import Request
-from ascend_parallel.sharding.redistribute.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from ascend_parallel.sharding.redistribute.shortest_path import (
     HOLD,
     PAD,

@@ -25,6 +25,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ascend_parallel.devices import device_type
 from ascend_parallel.sharding.layout import SUM, Layout
 from ascend_parallel.sharding.layout import backward as gradient_layout
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -35,8 +36,6 @@ from ascend_parallel.sharding.redistribute.redistribute_local import redistribut
 from ascend_parallel.sharding.redistribute.shortest_path import plan_redistribution
 
 Mesh = ProcessMesh | DeviceMesh
-# The hardware whose costs plan the collectives of a device type.
-HARDWARE = {"cpu": "cpu-gloo", "cuda": "h100-nvlink"}
 
 
 def reshard(
@@ -150,7 +149,7 @@ def _wrapped(local: torch.Tensor, shape: torch.Size, mesh: ProcessMesh, layout: 
 
 def hardware_of(mesh: ProcessMesh) -> str:
     """Return the name of the hardware whose costs decide among collectives on a mesh: that of its device type."""
-    return HARDWARE.get(mesh.device_mesh().device_type, "910b")
+    return device_type(mesh.device_mesh().device_type).hardware
 
 
 def costs_of(mesh: ProcessMesh) -> MeshCosts:

@@ -28,6 +28,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from ascend_parallel.sharding.layout import (
     AVERAGE,
     REPLICATE,
@@ -42,14 +43,7 @@ from ascend_parallel.sharding.layout import (
     text,
     with_placement,
 )
-from ascend_parallel.sharding.redistribute.costs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    MeshCosts,
-    sent,
-)
+from ascend_parallel.sharding.redistribute.costs import MeshCosts, sent
 from ascend_parallel.text import size_of
 
 SLICE, HOLD, PAD, SCALE = "slice", "hold", "pad", "scale"

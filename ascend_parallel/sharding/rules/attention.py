@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.decision import Known, because
 from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, KeyGroup, lent_pieces
-from ascend_parallel.overlap.chunks import Chunks
-from ascend_parallel.overlap.context import Part as Heads
-from ascend_parallel.overlap.context import attend_rows, run_attention
+from ascend_parallel.overlap.context import Heads, attend_rows, run_attention
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import REPLICATE, Layout, largest_local_shape, shard
@@ -135,7 +134,7 @@ def shared_attention(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequen
 
 
 def _repeats(call: OpCall, heads: int) -> int:
-    """Return how often each of the heads of keys that a rank has is repeated among them."""
+    """Return the number of copies of each head among a rank's heads of keys."""
     assert call.sequence is not None
     return gcd(call.sequence.repeats, heads)
 
@@ -186,13 +185,15 @@ def run_shared(part: Part, dim: int) -> torch.Tensor:
     """
     call, ranks = part.call, part.exchange_ranks(dim)
     exchange, groups = exchange_of(call, shared_attention(call, part.input_layouts, part.mesh_shape))
-    settings = Chunks.planned(ranks.settings, groups, "the plan").settings
+    known = Known(number=groups, because=because("planned"))
     q, k, v = part.inputs[:3]
     once = _repeats(call, k.shape[HEADS_DIM])
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k[:, ::once], v[:, ::once]))
     attention, group = _Attention(part, ranks), ranks.group
     borrower = attention.borrower if exchange == GATHER and _lends(call, len(q)) else None
-    o = run_attention(q, k, v, attention, group=group, settings=settings, exchange=exchange, borrower=borrower)
+    o = run_attention(
+        q, k, v, attention, group=group, settings=ranks.settings, known=known, exchange=exchange, borrower=borrower
+    )
     return o.permute(1, 0, 2, 3).contiguous().transpose(1, 2)
 
 

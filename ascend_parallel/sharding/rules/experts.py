@@ -243,7 +243,7 @@ def collectives(call: OpCall, layouts: Sequence[Layout], mesh_shape: Sequence[in
 def matmuls(
     call: OpCall, inputs: Sequence[Shape], layouts: Sequence[Layout], mesh_shape: Sequence[int]
 ) -> tuple[int, tuple[int, int, int]]:
-    """Return how many matmuls a rank's forward runs, and their M, K, N: of equally loaded experts."""
+    """Return the number of matmuls of a rank's forward, and their M, K, N, for equally loaded experts."""
     tokens, experts = prod(inputs[X][:-1]) * inputs[INDEX][-1], inputs[UP][0]
     coming = tokens * prod(mesh_shape[dim] for dim in exchange_dims(layouts))
     rows = max(coming // call.inputs[UP].shape[0], 1)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ascend_parallel.ops.clocks import runs_ahead
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
@@ -158,7 +159,7 @@ class LocalCall:
         """Return the devices other than the CPU on which the call draws."""
         made_on = self.call.kwargs.get("device")
         devices = {tensor.device for tensor in inputs} | ({torch.device(made_on)} if made_on else set())
-        return {device for device in devices if device.type not in ("cpu", "meta")}
+        return {device for device in devices if runs_ahead(device.type)}
 
     @cached_property
     def _places(self) -> dict[str, int | str]:

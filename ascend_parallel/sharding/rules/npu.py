@@ -102,7 +102,7 @@ def attention_matmuls(call: OpCall, inputs: Sequence[tuple[int, ...]]) -> tuple[
 
 
 def is_causal(call: OpCall) -> bool:
-    """Return whether an attention computes half of its scores: sparse_mode leftUpCausal or rightDownCausal."""
+    """Tell whether an attention computes half of its scores: sparse_mode leftUpCausal or rightDownCausal."""
     return arguments(call).get("sparse_mode") in CAUSAL
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from ascend_parallel.process_groups.collectives import ALL_TO_ALL
 from ascend_parallel.sharding.graph import OpCall
 from ascend_parallel.sharding.layout import Layout, Placement
 from ascend_parallel.sharding.rules.local import Part
-from ascend_parallel.tuning.cost_model.shared_attention import ALL_TO_ALL
 
 
 @dataclass(frozen=True)

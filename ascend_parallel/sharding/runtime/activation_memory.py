@@ -16,10 +16,9 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, PARAMETER, Node, OpCall
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, with_placement
 from ascend_parallel.sharding.planner.operator_cost import ATTENTION, VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name
-from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import attention, experts
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
+from ascend_parallel.sharding.runtime.rank_plan import RankPlan
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.sharding.tracing.functionalize import memory_of
 
@@ -41,7 +40,7 @@ class AutogradSaves:
 
 
 def attention_saves(call: OpCall) -> AutogradSaves:
-    """Return what a fused attention kernel saves, which devices have: queries, keys, values, the result, and its sums.
+    """Return the saved tensors of a device's fused attention: queries, keys, values, the result, and its sums.
 
     torch's own choice of a kernel depends on the device, and its unfused one saves the scores too.
     """
@@ -50,7 +49,7 @@ def attention_saves(call: OpCall) -> AutogradSaves:
 
 
 def autograd_saves(call: OpCall, requires_grad: Sequence[bool]) -> AutogradSaves | None:
-    """Return what autograd saves of a call; None for an operator that cannot run on fake tensors.
+    """Return the tensors that autograd saves of a call; None for an operator that cannot run on fake tensors.
 
     requires_grad: of each tensor of `call.inputs`. Not counted: the workspace of oneDNN's LSTM and GRU, fp32 on CPUs.
     """
@@ -110,28 +109,28 @@ HELD = (PARAMETER, BUFFER)
 _Tensors = dict[tuple[Value, Layout], float]
 
 
-def saved_bytes(plan: ShardingPlan, fused_plan: FusedPlan, recompute: Recompute, *, part: bool = False) -> float:
+def saved_bytes(rank_plan: RankPlan, recompute: Recompute, *, part: bool = False) -> float:
     """Estimate the bytes of activations that a rank keeps from forward to backward.
 
     The estimate counts what autograd saves of each operator (`autograd_saves`), as laid out on a rank, once. For a
     checkpointed block it counts the tensors that the block reads and its kept results. It leaves out views, parameters
     and the model's inputs. `part` and errors: see `checkpointed_blocks`.
     """
-    saved, found = SavedTensors(plan, fused_plan), checkpointed_blocks(plan, fused_plan, recompute, part=part)
-    return sum(saved.kept(found.values()).values())
+    found = checkpointed_blocks(rank_plan.plan, rank_plan.fused_plan, recompute, part=part)
+    return sum(SavedTensors(rank_plan).kept(found.values()).values())
 
 
 class SavedTensors:
     """The tensors that autograd saves, with their bytes on a rank."""
 
-    def __init__(self, plan: ShardingPlan, fused_plan: FusedPlan) -> None:
-        """Take a plan and its fused plan."""
-        self._plan, self._graph, self._fused_plan = plan, plan.graph, fused_plan
+    def __init__(self, rank_plan: RankPlan) -> None:
+        """Take what a rank runs."""
+        self._plan, self._graph, self._fused_plan = rank_plan.plan, rank_plan.plan.graph, rank_plan.fused_plan
         self._gathering = {
-            (name, matmul.x): kernel
-            for kernel in fused_plan.kernels.values()
+            (name, matmul.x): kernel.fused
+            for kernel in rank_plan.kernels.values()
             if kernel.keeps_gathered
-            for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True)
+            for name, matmul in zip(kernel.fused.nodes, kernel.fused.matmuls, strict=True)
         }
 
     def kept(self, found: Iterable[CheckpointedBlock]) -> _Tensors:
@@ -177,14 +176,14 @@ class SavedTensors:
         return {(Value(kernel.nodes[0]), INSIDE): self._bytes(node.inputs[place], layout)}
 
     def _by_experts(self, node: Node, call: OpCall) -> _Tensors:
-        """Return what a mixture saves: the routing weights, and what its experts make of a rank's rows."""
+        """Return the tensors that a mixture saves: the routing weights, and its experts' results of a rank's rows."""
         layouts, shape = self._fused_plan.inputs[node.name], self._plan.mesh.shape
         found = self._tensor(node.inputs[experts.WEIGHT], layouts[experts.WEIGHT])
         found[Value(node.name), INSIDE] = experts.saved_bytes(call, layouts, shape)
         return found
 
     def _by_shared_attention(self, node: Node, call: OpCall) -> _Tensors:
-        """Return what attention on a shared sequence saves: its tensors of whole sequences, and its sums."""
+        """Return the tensors that attention on a shared sequence saves: those of whole sequences, and its sums."""
         layouts, shape = self._fused_plan.inputs[node.name], self._plan.mesh.shape
         sums = attention_saves(call).inside * self._share(node)
         return {(Value(node.name), INSIDE): attention.saved_bytes(call, layouts, shape) + sums}
@@ -213,7 +212,7 @@ class SavedTensors:
         return found
 
     def _saves(self, node: Node, call: OpCall) -> AutogradSaves:
-        """Return what autograd saves; of an operator that cannot be asked, all inputs."""
+        """Return the tensors that autograd saves; all inputs of an operator that cannot be asked."""
         if operator_name(node) == ATTENTION:
             return attention_saves(call)
         saves = autograd_saves(call, [value in self._plan.differentiable for value in node.inputs])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ascend_parallel.sharding.graph import CALL, Node, Value
 from ascend_parallel.sharding.planner.operator_cost import VIEWS
 from ascend_parallel.sharding.planner.operator_strategy import operator_name, path_matches
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.rules import draws, exchanges
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 from ascend_parallel.sharding.runtime.recompute_config import (
     Recompute,
     check_recompute,

@@ -218,8 +218,8 @@ class _Compiler:
 
     def _unit(self, node: Node) -> set[str]:
         """Compile a node, together with the other nodes of its kernel; return their names."""
-        kernel, block = self._fused_plan.kernels.get(node.name), self._block
-        names = (node.name,) if kernel is None else tuple(kernel.nodes)
+        kernel, block = self._rank_plan.kernels.get(node.name), self._block
+        names = (node.name,) if kernel is None else kernel.fused.nodes
         nodes = [self._graph.nodes[name] for name in names]
         known: Conversions = {}  # the nodes of a kernel convert a tensor that they all read once
         inputs = [self._read(member, known) for member in nodes]

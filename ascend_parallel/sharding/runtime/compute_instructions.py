@@ -120,7 +120,9 @@ class RunKernel(Instruction):
         """Run the kernel."""
         inputs = [[registers[register] for register in of_matmul] for of_matmul in self.inputs]
         if step.results is not None:
-            kept = partial(step.results.kernel, keep=self.keep, communicates=self.kernel.communicates, read=self.read)
+            kept = partial(
+                step.results.kernel, keep=self.keep, communicates=self.kernel.fused.communicates, read=self.read
+            )
             outputs = self.kernel.run(inputs, kept)
         elif self.gathers:
             found = [(inputs[matmul][gather.place], gather.again(registers)) for matmul, gather in self.gathers]

@@ -72,7 +72,7 @@ class CallRegisters:
         self._own: LocalTensors = {}
 
     def __getitem__(self, register: int) -> torch.Tensor:
-        """Return what a register holds."""
+        """Return the value of a register."""
         tensors = self._where(register)
         if register not in tensors:
             instruction: Instruction = self._program.producers[register]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from ascend_parallel.sharding.graph import (
     named_tensors,
 )
 from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, local_part, spec_of
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.eager_program import EagerProgram
 from ascend_parallel.sharding.runtime.local_parameters import local_slice
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import NOT_OVERLAPPED, RankPlan
 
@@ -63,10 +62,8 @@ class EagerState:
         self.plan, self.local_inputs, self.coordinate = plan, local_inputs, plan.mesh.own_coordinate()
         self.randomness = Randomness(seed)
         self.calls, self.collective_counts = _calls(plan), Counter[CollectiveEvent]()
-        self._fused_plan = FusedPlan.of(plan)
-        if overlap is not None:
-            self._fused_plan = fuse(plan, replace(overlap, region=False), held_weights=True)
-        self._settings = overlap or NOT_OVERLAPPED
+        self._fused_plan = FusedPlan.of(plan) if overlap is None else plan.fused(overlap, held_weights=True)
+        self._settings = NOT_OVERLAPPED if overlap is None else overlap
         self._compile()
         self._specs: dict[Value, DTensorSpec] = {}
         self._owners: list[tuple[torch.nn.Module, str, ParameterRef]] = []
@@ -116,6 +113,7 @@ class EagerState:
             local_inputs=self.local_inputs,
             counts=self.collective_counts,
             settings=self._settings,
+            eager=True,
         )
         self.program = EagerProgram(self._rank_plan, self.calls)
 

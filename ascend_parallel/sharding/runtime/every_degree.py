@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from ascend_parallel.ops.arithmetic import DegreeError
+from ascend_parallel.ops.degree_error import DegreeError
+from ascend_parallel.process_groups.collectives import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, Node
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.overlapped_matmul import matmul_of
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.sharding.redistribute.shortest_path import Redistribution
 from ascend_parallel.sharding.rules import draws
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
 
 # Sums of which one rank has a row, and the others zeros, are exact.
 EXACT = ("aten.embedding.default",)
@@ -27,7 +27,7 @@ MATRICES = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "attention")
 # Operators that multiply over any dimension.
 PRODUCTS = ("mixture_of_experts", "einsum", "convolution", "conv1d", "conv2d", "conv3d")
 
-_Found = tuple[str, int, str]
+_DegreeDependence = tuple[str, int, str]
 """A node, a mesh dimension, and why its bits depend on the number of ranks there."""
 
 
@@ -36,7 +36,7 @@ def refuse_sums_without_tree(plan: ShardingPlan, settings: Settings) -> None:
 
     Ranks with the same plan and settings decide the same.
     """
-    fused_plan = fuse(plan, settings)
+    fused_plan = plan.fused(settings)
     name, dim, reason = next(chain(_sums(plan, fused_plan), _operators(plan, fused_plan)), ("", 0, ""))
     if reason:
         module = plan.graph.nodes[name].module
@@ -44,9 +44,9 @@ def refuse_sums_without_tree(plan: ShardingPlan, settings: Settings) -> None:
         raise DegreeError(f"{where} on mesh dimension {plan.mesh.dim_names[dim]}: {reason}")
 
 
-def _sums(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_Found]:
+def _sums(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_DegreeDependence]:
     """Yield every sum over ranks that runs outside of kernels."""
-    runs = fused_plan.applied_to(plan)
+    runs = plan.beside(fused_plan)
     for conversion in runs.conversions:
         source = plan.graph.nodes[conversion.value.node]
         reader = conversion.reader.split(", ")[0] or source.name
@@ -66,7 +66,7 @@ def _summed_dims(plan: ShardingPlan, redistribution: Redistribution | None) -> I
             yield step.mesh_dim
 
 
-def _operators(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_Found]:
+def _operators(plan: ShardingPlan, fused_plan: FusedPlan) -> Iterator[_DegreeDependence]:
     """Yield operators of which a rank computes other bits than one rank alone."""
     for dim in range(plan.mesh.ndim):
         for node in plan.graph.of_kind(CALL):

@@ -115,6 +115,10 @@ class BackwardBuckets:
     """The buckets of one backward, and their running sums.
 
     A second term of the same parameter, as from two forwards, is added to the first if the bucket has not started.
+
+    taken
+        The gradients of earlier backwards that go into the sums: name, parameter, gradient, and the dimensions over
+        which it is still to be summed. They are the parameters' again if this backward fails.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class BackwardBuckets:
         """
         self._buckets, self._start, self._order = buckets, start, BucketOrder(waits_for)
         self._bucket_bytes = bucket_bytes
+        self.taken: list[tuple[str, torch.Tensor, torch.Tensor, tuple[int, ...]]] = []
         self._terms: dict[Value, Term] = {}
         self._left: dict[SummedGradient, Term] = {}
         self._sums: list[BucketSum] = []

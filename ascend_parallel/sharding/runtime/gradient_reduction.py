@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from ascend_parallel.ops.clocks import Work
 from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.sharding.grad_dtype import grad_dtype
 from ascend_parallel.sharding.graph import Value
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.redistribute.collectives import note
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, sent
+from ascend_parallel.sharding.redistribute.costs import sent
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent
 from ascend_parallel.sharding.runtime.gradient_buckets import BackwardBuckets, BucketSum, Term, finish_all
 from ascend_parallel.sharding.runtime.gradient_plan import Bucket, SummedGradient, buckets
@@ -172,7 +173,16 @@ class GradientReducer:
             ]
             running = BackwardBuckets(self.buckets, waits_for, self._start_sum, self._bucket_bytes)
             self._running[task] = running
-            torch.autograd.Variable._execution_engine.queue_callback(running.end)
+            # Dies with torch's queue of callbacks. The buckets may live on in the frames of the error that is caught.
+            task_alive = _TaskAlive()
+            failed = finalize(task_alive, _give_back, running.taken, self._deferred)
+            failed.atexit = False
+
+            def end(running: BackwardBuckets = running, _alive: _TaskAlive = task_alive) -> None:
+                running.end()
+                failed.detach()
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return running
 
     def _leaf(self, param: SummedGradient) -> torch.nn.Parameter:
@@ -222,6 +232,7 @@ class GradientReducer:
         if not held:
             return term
         assert leaf.grad is not None, "a deferred sum without a gradient"
+        self._backward().taken.append((param.name, leaf, leaf.grad, held))
         if held == param.dims:
             term = term + leaf.grad
         else:
@@ -241,6 +252,19 @@ class GradientReducer:
             if held != dims:
                 self._deferred[param.name] = tuple(dim for dim in held if dim not in dims)
         return BucketSum(terms, dims, self._start_sum)
+
+
+class _TaskAlive:
+    """Is held by a backward's callback alone."""
+
+
+def _give_back(
+    taken: Sequence[tuple[str, torch.Tensor, torch.Tensor, tuple[int, ...]]], deferred: dict[str, tuple[int, ...]]
+) -> None:
+    """Give the parameters back what a backward that failed has taken of them: gradients that `no_sync` deferred."""
+    for name, leaf, gradient, dims in taken:
+        if leaf.grad is None:
+            leaf.grad, deferred[name] = gradient, dims
 
 
 class _Read(torch.autograd.Function):

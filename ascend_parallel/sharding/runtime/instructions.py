@@ -32,7 +32,7 @@ class Registers(Protocol):
     """The tensors of a forward by their registers: a list, or those of an eager call (`CallRegisters`)."""
 
     def __getitem__(self, register: int, /) -> Any:
-        """Return what a register holds."""
+        """Return the value of a register."""
 
     def __setitem__(self, register: int, tensor: Any, /) -> None:
         """Fill a register."""

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from ascend_parallel.overlap.layer_shape import COLUMN, LayerShape
-from ascend_parallel.sharding.layout import PARTIAL_GRAD, with_placement
 from ascend_parallel.sharding.planner.operator_cost import passes
 from ascend_parallel.sharding.planner.options import Option
+from ascend_parallel.sharding.planner.overlap_pass import FusedMatmuls
 from ascend_parallel.sharding.planner.overlapped_matmul import ExposedCosts
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.planner.shared_sequences import exchange_prices
-from ascend_parallel.sharding.runtime.overlap_pass import fuse
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
 from ascend_parallel.tuning.cost_model.cost import CostModel
 
 
@@ -43,15 +40,14 @@ class ExposedCollectives:
 
 
 def exposed_collectives(plan: ShardingPlan) -> ExposedCollectives:
-    """Return what the collectives of a plan cost; in full if it was not planned to run overlapped."""
+    """Return the exposed cost of a plan's collectives; the full cost if it was not planned to run overlapped."""
     hardware = plan.costs.hardware
     exchanges = exposed_exchanges(plan, CostModel(hardware)) if hardware is not None else {}
     if plan.overlap is None:
         return ExposedCollectives(plan, {}, exchanges)
-    fused_plan, costs = fuse(plan, plan.overlap), ExposedCosts(plan.costs, plan.overlap)
-    rest = fused_plan.applied_to(plan)
-    kernels = {name: _exposed(kernel, rest, costs) for name, kernel in fused_plan.kernels.items()}
-    return ExposedCollectives(rest, kernels, exchanges)
+    fused, costs = plan.fused(plan.overlap), ExposedCosts(plan.costs, plan.overlap)
+    kernels = {name: _exposed(kernel, costs) for name, kernel in fused.kernels.items()}
+    return ExposedCollectives(plan.beside(fused), kernels, exchanges)
 
 
 def exposed_exchanges(plan: ShardingPlan, model: CostModel) -> dict[str, tuple[float, float]]:
@@ -68,19 +64,7 @@ def exposed_exchanges(plan: ShardingPlan, model: CostModel) -> dict[str, tuple[f
     return found
 
 
-def _exposed(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> tuple[float, float]:
+def _exposed(kernel: FusedMatmuls, costs: ExposedCosts) -> tuple[float, float]:
     """Return the exposed seconds of a kernel's forward and backward."""
-    forward, backward = costs.passes(_shape(kernel, rest, costs), kernel.mesh_dim, kernel.row_dim is not None)
-    return forward, backward if rest.graph.nodes[kernel.nodes[0]].values[0] in rest.differentiable else 0.0
-
-
-def _shape(kernel: ColumnKernel | RowKernel, rest: ShardingPlan, costs: ExposedCosts) -> LayerShape:
-    """Return a rank's part of a kernel's matmuls, as one."""
-    parts = []
-    for name, matmul in zip(kernel.nodes, kernel.matmuls, strict=True):
-        call, reads = rest.graph.nodes[name].call, list(rest.inputs[name])
-        assert call is not None
-        if kernel.kind == COLUMN:  # x is gathered along the mesh dimension
-            reads[matmul.x] = with_placement(reads[matmul.x], kernel.mesh_dim, PARTIAL_GRAD)
-        parts.append(costs.shape(kernel.kind, call, matmul, reads, kernel.mesh_dim))
-    return parts[0]._replace(n=sum(part.n for part in parts))
+    forward, backward = costs.passes(kernel.shape, kernel.mesh_dim, kernel.row_dim is not None)
+    return forward, backward if kernel.differentiable else 0.0

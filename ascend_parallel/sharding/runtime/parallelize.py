@@ -66,7 +66,7 @@ def _shard(model: torch.nn.Module, plan: ShardingPlan, coordinate: Sequence[int]
 
 
 def collective_counts(model: torch.nn.Module) -> Counter[CollectiveEvent]:
-    """Return how often each collective of an eager model has run. The caller may clear the counter."""
+    """Return the number of runs of each collective of an eager model. The caller may clear the counter."""
     if STATE not in vars(model):
         raise ValueError(f"{type(model).__name__} is not an eager model: call parallelize(model, plan) before")
     state: EagerState = vars(model)[STATE]

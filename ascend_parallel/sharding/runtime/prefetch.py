@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from ascend_parallel.sharding.bucketing import FIRST_BYTES, form_buckets
 from ascend_parallel.sharding.graph import CALL, Value
 from ascend_parallel.sharding.layout import Layout, local_size
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import plan_differentiable
 from ascend_parallel.sharding.redistribute.shortest_path import RedistributeStep
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan
 
 LOOK_AHEAD = 16
 

@@ -11,14 +11,14 @@ from math import prod
 from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import Value
-from ascend_parallel.sharding.layout import Layout, Shape, local_shape
+from ascend_parallel.sharding.layout import Layout, local_shape
+from ascend_parallel.sharding.planner.overlap_pass import FusedPlan
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution, plan_differentiable
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock, checkpointed_blocks
 from ascend_parallel.sharding.runtime.collective_event import CollectiveEvent, Counting
 from ascend_parallel.sharding.runtime.gradient_plan import SummedGradient, with_partial_grads
-from ascend_parallel.sharding.runtime.overlap_pass import FusedPlan, fuse
-from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
+from ascend_parallel.sharding.runtime.overlapped_linear import Kernel, kernel_of
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup, prefetch_groups
 from ascend_parallel.sharding.runtime.recompute_config import Recompute
 from ascend_parallel.tuning.step_time.runtimes import BUCKET_BYTES
@@ -44,6 +44,8 @@ class RankPlan:
         Counts the collectives that run.
     settings
         Of operators that overlap their own collectives; without overlap they run in one piece.
+    eager
+        Whether the model's own forward runs, in which each layer finishes its rows.
     """
 
     plan: ShardingPlan
@@ -55,34 +57,33 @@ class RankPlan:
     summed: tuple[SummedGradient, ...] = ()
     counts: Counter[CollectiveEvent] = field(default_factory=Counter)
     settings: Settings = NOT_OVERLAPPED
+    eager: bool = False
 
     @cached_property
     def summed_by_value(self) -> dict[Value, SummedGradient]:
         """`summed` by value."""
         return {param.value: param for param in self.summed}
 
+    @cached_property
+    def kernels(self) -> dict[str, Kernel]:
+        """What runs the fused matmuls, by the first of their nodes."""
+        settings = self.settings
+        leaves_rows = settings.region_rows if settings.region is True and not self.eager else 0
+        return {
+            name: kernel_of(matmuls, self.plan.mesh, settings, leaves_rows)
+            for name, matmuls in self.fused_plan.kernels.items()
+        }
+
     def shape(self, kernel: Kernel, device: str) -> LayerShape:
-        """Return what a call of a kernel multiplies on this rank."""
-        graph, mesh_shape = self.plan.graph, self.plan.mesh.shape
-
-        def local(name: str, place: int) -> Shape:
-            """Return the local shape of an input of a node."""
-            meta = graph.meta(graph.nodes[name].inputs[place])
-            return local_shape(meta.shape, self.fused_plan.inputs[name][place], mesh_shape, self.coordinate)
-
-        matmuls = list(zip(kernel.nodes, kernel.matmuls, strict=True))
-        (name, first), ranks = matmuls[0], mesh_shape[kernel.mesh_dim]
-        *rows, k = local(name, first.x)
-        return LayerShape(
-            kernel.kind,
-            prod(rows),
-            k,
-            n=sum(local(name, matmul.weight)[matmul.n_dim] for name, matmul in matmuls),
-            ranks=ranks,
-            sequence_parallel=kernel.row_dim is not None,
-            dtype=graph.meta(graph.nodes[name].inputs[first.weight]).dtype,
-            device=device,
-        )
+        """Return the shape of a kernel's call on this rank."""
+        matmuls = kernel.fused
+        shape = matmuls.shape._replace(device=device)
+        if matmuls.is_even:
+            return shape
+        name, place = matmuls.nodes[0], matmuls.matmuls[0].x
+        meta = self.plan.graph.meta(self.plan.graph.nodes[name].inputs[place])
+        *rows, _ = local_shape(meta.shape, self.fused_plan.inputs[name][place], self.plan.mesh.shape, self.coordinate)
+        return shape._replace(own_rows=prod(rows))
 
     def redistribution(
         self, value: Value, reader: str, module: str, source: Layout, target: Layout
@@ -120,7 +121,7 @@ def plan_for_rank(
 
     Raises as `checkpointed_blocks`.
     """
-    fused_plan = FusedPlan.of(plan) if overlap is None else fuse(plan, overlap)
+    fused_plan = FusedPlan.of(plan) if overlap is None else plan.fused(overlap)
     summed: tuple[SummedGradient, ...] = ()
     if bucket_bytes:
         fused_plan, summed = with_partial_grads(fused_plan, plan)

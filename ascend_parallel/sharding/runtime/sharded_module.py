@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.bits import AHEAD
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import Choice
-from ascend_parallel.overlap.chunks import choices_ahead
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.decision import Decision
+from ascend_parallel.overlap.known import decisions_ahead
 from ascend_parallel.settings import Settings, current_settings
 from ascend_parallel.sharding.graph import BUFFER, CONSTANT, PARAMETER, Graph, OpCall, Value
 from ascend_parallel.sharding.layout import REPLICATE
+from ascend_parallel.sharding.planner.overlap_pass import Fusion
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
 from ascend_parallel.sharding.redistribute.edges import convert
 from ascend_parallel.sharding.rules.axes import arguments
@@ -30,7 +31,6 @@ from ascend_parallel.sharding.runtime.gradient_reduction import GradientReducer
 from ascend_parallel.sharding.runtime.input_checks import confirm_same_plan, input_tensors
 from ascend_parallel.sharding.runtime.instructions import Program, Step
 from ascend_parallel.sharding.runtime.local_parameters import check_model, hold, local_slice, tensor_at
-from ascend_parallel.sharding.runtime.overlap_pass import Fusion
 from ascend_parallel.sharding.runtime.prefetch import PrefetchGroup
 from ascend_parallel.sharding.runtime.randomness import Randomness
 from ascend_parallel.sharding.runtime.rank_plan import plan_for_rank
@@ -148,14 +148,16 @@ class ShardedModule(torch.nn.Module):
         self._groups = [ref(plan.mesh.group(dim)) for dim in range(plan.mesh.ndim)]
         AHEAD.add(self)
 
-    def calls_ahead(self, group: dist.ProcessGroup, problem: Problem) -> list[tuple[Choice, str]]:
+    def calls_ahead(self, group: dist.ProcessGroup, matmul: Matmul) -> list[tuple[Decision, str]]:
         """Return the overlapped operators on `group`, for the probe of bits (ops/bits.py): a plan has one shape."""
-        calls: list[tuple[Choice, str]] = []
-        for kernel in self.rank_plan.fused_plan.kernels.values():
-            if self._groups[kernel.mesh_dim]() is group:
-                shape, settings = self.rank_plan.shape(kernel, problem.device), kernel.settings
-                leaves = settings.region is True
-                calls += choices_ahead(settings, shape, backward=kernel.differentiable, leaves_rows=leaves)
+        calls: list[tuple[Decision, str]] = []
+        for kernel in self.rank_plan.kernels.values():
+            if self._groups[kernel.fused.mesh_dim]() is group:
+                shape, settings = self.rank_plan.shape(kernel, matmul.device), kernel.settings
+                known, leaves = kernel.layer.known, kernel.leaves_rows > 0
+                calls += decisions_ahead(
+                    settings, known, shape, backward=kernel.fused.differentiable, leaves_rows=leaves
+                )
         return calls
 
     def _hold(self, model: torch.nn.Module, rest: bool) -> None:
@@ -252,7 +254,7 @@ class ShardedModule(torch.nn.Module):
 
         The `.grad` of a parameter that is replicated on such a mesh dimension is then this rank's term of the sum, and
         the terms of several backwards add up. `reduce_gradients` sums them. So does the next backward outside, for the
-        parameters that it reaches; if that fails, what was deferred is lost, and the step has to begin anew.
+        parameters that it reaches; if that fails, what was deferred is in `.grad` again, as before it.
 
         Raises `ValueError` for a name that is not a mesh dimension and with bucket_bytes=0; `RuntimeError` in backward
         if a term would be added to a gradient that is summed already, or deferred over other mesh dimensions.

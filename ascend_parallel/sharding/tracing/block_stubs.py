@@ -411,7 +411,7 @@ def _with_origins(call: RecordedCall, moved: Callable[[Any], Any]) -> RecordedCa
 
 
 def _body(path: str, given: _Given, nodes: range, calls: range, returned: Any) -> _Body | None:
-    """Return what a block did; None if stubs cannot stand for such blocks."""
+    """Return the recorded body of a block; None if stubs cannot stand for such blocks."""
     own = {node.name: node for node in list(islice(reversed(_tracer().graph.nodes), len(nodes)))[::-1]}
     if not all(_is_copyable(node, own, given.nodes) for node in own.values()):
         return None

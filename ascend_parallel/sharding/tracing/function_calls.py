@@ -190,7 +190,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 def origin_of(tensor: torch.Tensor, node: torch.fx.Node | None, origins: Mapping[int, Any]) -> Any:
-    """Return where a tensor comes from, None if that is unknown.
+    """Return a tensor's origin; None if it is unknown.
 
     node
         The tracer's node that is the tensor at present. An argument of the forward may have become another node:

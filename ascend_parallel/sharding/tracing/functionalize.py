@@ -152,14 +152,14 @@ class ViewCall:
 
 
 def view_call(view: View) -> ViewCall:
-    """Return what makes a view of its owner."""
+    """Return the call that makes a view of its owner."""
     if view.node.target in SHAPES:
         return _reshaped(view.node)
     return ViewCall(view.node.target, tuple(view.node.args[1:]), view.node.kwargs)
 
 
 def inverse(view: View) -> ViewCall:
-    """Return what puts a changed view back into its owner."""
+    """Return the call that puts a changed view back into its owner."""
     if view.node.target in SHAPES:
         return _reshaped(view.owner)
     target = SCATTERS.get(view.node.target, view.node.target)
@@ -277,7 +277,7 @@ class _Aliases:
         paths: Mapping[torch.fx.Node, tuple[View, ...]],
         path: tuple[View, ...],
     ) -> _Write:
-        """Return what a write to the part at `path` changes of what is read later."""
+        """Return a write to the part at `path`, with the tensors read later that it changes."""
         read = [other for other in paths if self._read_after(other, node)]
         same = [other for other, way in paths.items() if _steps(way) == _steps(path)]
         owners = [view.owner for view in path]
@@ -309,7 +309,7 @@ class _Write:
 
 
 def _steps(path: Sequence[View]) -> list[Any]:
-    """Return what a path does, which two paths to the same part have in common."""
+    """Return a key of a path; two paths to the same part have the same key."""
     return [(view.node.target, view.node.args[1:], view.node.kwargs) for view in path]
 
 
@@ -415,5 +415,5 @@ def _is_vmap(node: torch.fx.Node) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return what tensors have in common that share memory; fake tensors have no address."""
+    """Return a key that tensors share if they share memory; fake tensors have no address."""
     return int(tensor.untyped_storage()._cdata)

@@ -30,7 +30,7 @@ def without_gradient(function: Callable[..., Any], leaves: Sequence[Any]) -> lis
 
 
 def detached(returned: Any, leaves: Sequence[Any]) -> Any:
-    """Return what a function gave where gradients are off: detached, but for arguments that it returned themselves."""
+    """Detach a function's results as where gradients are off, except arguments that it returns themselves."""
     if not any(map(_has_gradient, leaves)):
         return returned
     own = {id(leaf) for leaf in leaves}

@@ -122,7 +122,7 @@ class ForwardNotes(TorchFunctionMode):
         self._note_block(path, kind, [self._label(tensor) for tensor in tensors_in(arguments)], returned)
 
     def kind_of(self, path: str) -> int:
-        """Return what a block did in its only call."""
+        """Return the record of a block's only call."""
         return self._blocks[path][0]
 
     def __torch_function__(
@@ -222,7 +222,7 @@ class ForwardNotes(TorchFunctionMode):
         return tuple(map(self._label, results))
 
     def _label(self, tensor: torch.Tensor) -> Any:
-        """Return where a tensor comes from, and from how many blocks further out."""
+        """Return a tensor's origin, and the number of blocks between."""
         for depth, scope in enumerate(reversed(self._scopes)):
             if id(tensor) in scope.labels:
                 for inner in self._scopes[len(self._scopes) - depth :]:

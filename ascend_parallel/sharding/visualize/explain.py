@@ -22,6 +22,9 @@ WIDTH = 34
 # The share of the work that all ranks may compute redundantly without a warning.
 REPEATED = 0.5
 
+# What `ShardingPlan.memory` counts of activations: a sum over nodes, which the search bounds. Others ask autograd.
+COUNTED = " (each output with a gradient, as memory_limit counts; strategy and plan-training count what autograd saves)"
+
 
 def explain(plan: ShardingPlan, *, memory: bool = False, full: bool = False, held: RankBytes | None = None) -> str:
     """Return the plan as text, one line per node and one per conversion that communicates.
@@ -52,7 +55,8 @@ def summary(plan: ShardingPlan, held: RankBytes | None = None) -> list[str]:
         f"collectives of a step, forward and backward: {kinds}; {size_of(plan.nbytes)} a rank, "
         f"{1e3 * plan.seconds:.3f} ms{exposed}",
         f"memory of a rank: parameters {size_of(memory.parameters)}, gradients {size_of(memory.gradients)}, "
-        f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}",
+        f"optimizer (Adam) {size_of(memory.optimizer)}, activations {size_of(memory.activations)}"
+        + (COUNTED if held is None else ""),
         *(f"warning: {warning}" for warning in warnings(plan, memory.total)),
     ]
 

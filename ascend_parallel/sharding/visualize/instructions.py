@@ -76,7 +76,7 @@ def list_instructions(
     program = compile_plan(rank_plan, plan.graph, gradients=gradients)
     kept: Mapping[tuple[Value, Layout], float] = {}
     if gradients:
-        kept = SavedTensors(plan, rank_plan.fused_plan).kept(rank_plan.checkpointed_blocks.values())
+        kept = SavedTensors(rank_plan).kept(rank_plan.checkpointed_blocks.values())
     return list(_Listing(rank_plan, program, kept).lines())
 
 
@@ -139,7 +139,7 @@ class _Listing:
             case Run() if operator_name(instruction.node) in SHARING:
                 self._share(instruction.writes, instruction.reads[:1] * len(instruction.writes))
             case Run() | RunKernel():
-                first = instruction.node.name if isinstance(instruction, Run) else instruction.kernel.nodes[0]
+                first = instruction.node.name if isinstance(instruction, Run) else instruction.kernel.fused.nodes[0]
                 inside = self._kept.get((Value(first), INSIDE), 0.0)
                 return inside + sum(self._allocated(register) for register in instruction.writes)
             case _:
@@ -180,7 +180,7 @@ class _Listing:
                 names = ", ".join(operator_name(run.node) for run in instruction.runs)
                 return f"{left}run compiled({reads}) -> {self._outcome(instruction)}: {names}"
             case RunKernel():
-                nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.nodes]
+                nodes = [self._rank_plan.plan.graph.nodes[name] for name in instruction.kernel.fused.nodes]
                 names = " and ".join(map(where, nodes))
                 return f"{left}run overlapped {names}({reads}) -> {self._outcome(instruction)}"
             case Redistribute():

@@ -52,7 +52,7 @@ def to_html(
     memory = held or plan.memory()
     return render(
         TEMPLATE,
-        summary=[line for line in summary(plan, memory) if not (collectives and line.startswith("collectives "))],
+        summary=[line for line in summary(plan, held) if not (collectives and line.startswith("collectives "))],
         facts=facts,
         counted=collectives,
         advice=advice,

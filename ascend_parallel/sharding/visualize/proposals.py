@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 from ascend_parallel.sharding.graph import CALL, Graph, Node
 from ascend_parallel.sharding.layout import Layout
@@ -16,6 +17,7 @@ from ascend_parallel.sharding.visualize.principles import Reasons, principles
 from ascend_parallel.sharding.visualize.repeated_layers import layer_of, repeated
 
 Entry = Any
+Key = TypeVar("Key", bound=Hashable)
 InStrategy = tuple[Entry, ...]
 """For each input a tuple of cuts per dimension, or a list of placements if the input is a partial sum."""
 UNNAMED = "no principle names it: its strategy decides how its neighbours are laid out"
@@ -59,16 +61,12 @@ def proposals(plan: ShardingPlan) -> list[Advised]:
     """
     reasons = principles(plan)
     computing = [node for node in plan.graph.of_kind(CALL) if _computes(node)]
-    groups: dict[tuple[str, str], list[Node]] = {}
-    for node in computing:
-        groups.setdefault((repeated(node.module), operator_name(node)), []).append(node)
-    every = _by_operator(plan.graph)
-    found = []
-    for path, nodes in _alike(plan.graph, groups):
-        ordinals = ordinals_of(every[path_of(nodes)])
-        for pattern, members in _named(plan, path, nodes, ordinals):
-            found.append(_advised(plan, pattern, members, reasons))
-    return found
+    every = _grouped(plan.graph.of_kind(CALL), path_of)
+    return [
+        _advised(plan, pattern, members, reasons)
+        for path, nodes in _alike(plan.graph, _grouped(computing, path_of))
+        for pattern, members in _named(plan, path, nodes, ordinals_of(every[path_of(nodes[0])]))
+    ]
 
 
 def in_strategy(plan: ShardingPlan, node: Node) -> InStrategy:
@@ -78,9 +76,9 @@ def in_strategy(plan: ShardingPlan, node: Node) -> InStrategy:
     return tuple(_cuts(len(meta.shape), layout, plan.mesh.dim_names) for meta, layout in pairs)
 
 
-def path_of(nodes: Sequence[Node]) -> tuple[str, str]:
+def path_of(node: Node) -> tuple[str, str]:
     """Return the key of operators that repeat: their path with "*" for numbers, and the operator."""
-    return repeated(nodes[0].module), operator_name(nodes[0])
+    return repeated(node.module), operator_name(node)
 
 
 def _computes(node: Node) -> bool:
@@ -88,10 +86,10 @@ def _computes(node: Node) -> bool:
     return bool(node.inputs) and any(meta.dtype.is_floating_point for meta in node.outputs)
 
 
-def _by_operator(graph: Graph) -> dict[tuple[str, str], list[Node]]:
-    found: dict[tuple[str, str], list[Node]] = {}
-    for node in graph.of_kind(CALL):
-        found.setdefault(path_of([node]), []).append(node)
+def _grouped(nodes: Iterable[Node], key: Callable[[Node], Key]) -> dict[Key, list[Node]]:
+    found: dict[Key, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(key(node), []).append(node)
     return found
 
 
@@ -102,9 +100,7 @@ def _alike(graph: Graph, groups: Mapping[tuple[str, str], list[Node]]) -> Iterat
     """
     sizes = Counter(layer_of(node.module) for node in graph.of_kind(CALL))
     for (path, _), nodes in groups.items():
-        modules: dict[str, list[Node]] = {}
-        for node in nodes:
-            modules.setdefault(node.module, []).append(node)
+        modules = _grouped(nodes, lambda node: node.module)
         kinds = {tuple(map(signature, members)) for members in modules.values()}
         alike = len(modules) == 1 or (len(kinds) == 1 and all(sizes[layer_of(module)] > 1 for module in modules))
         yield from [(path, nodes)] if alike else modules.items()
@@ -122,7 +118,8 @@ def _named(
         if pattern := _pattern(plan, _names(path, members, number), members):
             yield pattern, members
             continue
-        for run in _runs(plan, members):
+        for _, same in groupby(members, key=lambda node: repr(in_strategy(plan, node))):
+            run = list(same)
             where = _range([node.module for node in run])
             if pattern := _pattern(plan, _names(where, run, number), run):
                 yield pattern, run
@@ -147,17 +144,6 @@ def _pattern(plan: ShardingPlan, patterns: Sequence[str], nodes: Sequence[Node])
         if named == names:
             return pattern
     return None
-
-
-def _runs(plan: ShardingPlan, nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """Yield the operators of consecutive layers that have the same strategy."""
-    run: list[Node] = []
-    for node in nodes:
-        if run and repr(in_strategy(plan, node)) != repr(in_strategy(plan, run[0])):
-            yield run
-            run = []
-        run.append(node)
-    yield run
 
 
 def _range(paths: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ storage          files hashed as they are written, renamed when complete; errors
 saving, loading  save and load, with the states of the random number generators; read in one process
 module_shards    the tensor shards of any module and of torch's optimizers
 safetensors      the safetensors format: full models written and read
+megatron         Megatron-core's distributed checkpoints, read
 convert          conversion between formats
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ from ascend_parallel.sharding.tensor_shard import TensorShard
 from ascend_parallel.training.checkpoint.differences import CheckpointError, Kind, differences
 from ascend_parallel.training.checkpoint.folder import whole_file
 from ascend_parallel.training.checkpoint.loading import CheckpointReader
+from ascend_parallel.training.checkpoint.megatron import CONFIG, megatron_state
 from ascend_parallel.training.checkpoint.safetensors import SafeTensors, write_safetensors
 from ascend_parallel.training.checkpoint.saving import save
 
 FORMATS = ("safetensors", "torch", "dcp")
 MODEL, OPTIMIZER = "model.", "optimizer."
-# Returns a model's whole tensors by name, or None if the path is not of this format.
-OtherFormat = Callable[[Path], Mapping[str, torch.Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def open_source(path: str | Path, step: int | None = None, others: Sequence[OtherFormat] = ()) -> Source:
-    """Open a checkpoint of this package, a .safetensors file, or a checkpoint of a format in `others`.
+def open_source(path: str | Path, step: int | None = None) -> Source:
+    """Open a checkpoint of this package, a .safetensors file, or a directory of Megatron-core's.
 
     Raises `CheckpointError` if `path` has none of these formats, or is damaged.
     """
@@ -48,11 +47,9 @@ def open_source(path: str | Path, step: int | None = None, others: Sequence[Othe
         file = SafeTensors(path)
         kinds = {f"{MODEL}{name}": kind for name, kind in file.kinds.items()}
         return Source(kinds, lambda name: file.view(name.removeprefix(MODEL)))
-    for read_other in others:
-        if (model := read_other(path)) is not None:
-            state = {f"{MODEL}{name}": tensor for name, tensor in model.items()}
-            kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-            return Source(kinds, state.__getitem__)
+    if (path / CONFIG).is_file():
+        state = {f"{MODEL}{name}": tensor for name, tensor in megatron_state(path).items()}
+        return Source({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}, state.__getitem__)
     saved = CheckpointReader.open(path, step)
     return Source(saved.kinds, saved.read, saved.manifest["step"], saved.values)
 

@@ -69,6 +69,9 @@ def of_step(folder: str | Path, step: int | None) -> Path:
     folder = Path(folder)
     if step is None and (folder / MANIFEST).is_file():
         return folder
+    if not folder.is_dir():
+        what = "that is a file" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {what}; give the folder that checkpoints were saved to")
     existing = steps(folder)
     if not existing or (step is not None and step not in existing):
         shown = ", ".join(map(str, existing)) or "none"

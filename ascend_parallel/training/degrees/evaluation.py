@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.sharding.layout import Shape
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training.degrees.planning import Planner
@@ -21,7 +22,7 @@ from ascend_parallel.training.pipeline.stage_assignment import balanced_cuts
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
 from ascend_parallel.tuning.step_time.rank_bytes import RankBytes
-from ascend_parallel.tuning.step_time.replicas import ALL_REDUCE, ReplicatedState, Weights
+from ascend_parallel.tuning.step_time.replicas import ReplicatedState, Weights
 from ascend_parallel.tuning.step_time.runtimes import PLANNED
 from ascend_parallel.tuning.step_time.schedule import SPLIT, stages_of
 from ascend_parallel.tuning.step_time.step import StepWork, time_after, time_step
@@ -86,7 +87,7 @@ class StageSums:
         return np.asarray(np.where(self.runs > 0, numbers, 0.0).max(axis=1))
 
     def recompute(self, kind: str) -> StageRecompute:
-        """Return what a kind of recompute keeps and runs again."""
+        """Return the bytes that a kind of recompute keeps and the seconds that it runs again."""
         none, kept = self.work.kept[NONE], self.work.kept[kind]
         saved, again, inside = self.sum(kept.saved), self.sum(kept.again + kept.again_sent), self.most(kept.inside)
         if kind == NONE or not self.work.spans:
@@ -191,12 +192,12 @@ class Evaluation:
         self.hardware, self.costs = hardware, CostModel(hardware)
         self.planner, self._masters = planner, masters
         self.sums, self.recompute_rows = cache(stage_sums), cache(StageSums.recompute)
-        self._at = cache(lambda shared: _At(self, shared))
+        self._stages = cache(lambda shared: _Stages(self, shared))
         self._state = cache(self._state_of)
 
-    def at(self, degrees: Degrees) -> _At:
-        """Return what degrees with other recompute and ZeRO stages share too."""
-        return self._at(_shared(degrees))
+    def stages(self, degrees: Degrees) -> _Stages:
+        """Return the stages that these degrees share with those of other recompute and ZeRO stages."""
+        return self._stages(_shared(degrees))
 
     def bound(self, degrees: Degrees) -> float:
         """Return a lower bound of the step's seconds, without timing the schedule."""
@@ -204,10 +205,10 @@ class Evaluation:
         return max(self._least(degrees), times.pipeline + times.gradients) + times.gathers + times.optimizer
 
     def step_work(self, degrees: Degrees) -> StepWork:
-        """Return what the ranks of a pipeline do in a step, for the step model (`tuning/step_time/step.py`)."""
+        """Return the work of a pipeline's ranks in a step, for the step model (`tuning/step_time/step.py`)."""
         forward, backward = self.times(degrees)
         state = self.state(degrees)
-        return state.step_work(forward, backward, schedule=degrees.schedule, send=self.at(degrees).hop)
+        return state.step_work(forward, backward, schedule=degrees.schedule, send=self.stages(degrees).hop)
 
     def state(self, degrees: Degrees) -> ReplicatedState:
         """Return the parameters of the pipeline's ranks, and what the replicas share of them."""
@@ -215,11 +216,11 @@ class Evaluation:
 
     def times(self, degrees: Degrees) -> tuple[Numbers, Numbers]:
         """Return the seconds of forward and backward of each stage, with all that a micro-batch adds to them."""
-        return self.at(degrees).times(self.state(degrees), degrees)
+        return self.stages(degrees).times(self.state(degrees), degrees)
 
     def breakdown(self, degrees: Degrees) -> StepBreakdown:
         """Return the step's seconds by part."""
-        at, work = self.at(degrees), self.step_work(degrees)
+        at, work = self.stages(degrees), self.step_work(degrees)
         times = time_step(work)
         least = self._least(degrees)  # with many micro-batches the seconds are extrapolated, and may be too few
         seconds, total = max(times.pipeline, least), max(times.total, self.bound(degrees))
@@ -246,7 +247,7 @@ class Evaluation:
 
         The first forward of rank r comes after those of r stages, and after its last backward come those of r stages.
         """
-        at, m = self.at(degrees), degrees.micro_batches
+        at, m = self.stages(degrees), degrees.micro_batches
         forward, backward = self.times(degrees)
         split = degrees.pp > 1 and degrees.schedule in SPLIT
         before = np.concatenate(([0.0], np.cumsum(forward + (0.0 if split else backward))))[: degrees.pp]
@@ -254,7 +255,7 @@ class Evaluation:
 
     def _least_ends(self, degrees: Degrees) -> list[float]:
         """Return a lower bound of the end of each rank's last backward: its first forward waits for earlier stages."""
-        at, m = self.at(degrees), degrees.micro_batches
+        at, m = self.stages(degrees), degrees.micro_batches
         forward, backward = self.times(degrees)
         before = np.concatenate(([0.0], np.cumsum(forward)))[: degrees.pp]
         return [float(end) for end in m * at.by_rank(forward + backward) + before]
@@ -264,12 +265,12 @@ class Evaluation:
 
         in_flight: for each rank the micro-batches whose activations it holds; None: those of the schedule.
         """
-        parts = self._bytes(degrees, self.at(degrees).recompute(degrees), in_flight)
+        parts = self._bytes(degrees, self.stages(degrees).recompute(degrees), in_flight)
         return RankBytes(*parts[:, parts.sum(axis=0).argmax()].tolist())
 
     def _bytes(self, degrees: Degrees, recompute: StageRecompute, in_flight: tuple[float, ...] | None) -> Numbers:
         """Return the fields of `RankBytes` by rank; if the recompute has several rows, by row and rank."""
-        at, m = self.at(degrees), degrees.micro_batches
+        at, m = self.stages(degrees), degrees.micro_batches
         if in_flight is None:
             in_flight = (1.0,)
             if degrees.pp > 1:
@@ -291,7 +292,7 @@ class Evaluation:
         A rank's memory does not depend on what the others recompute, and recompute only takes time: so no other choice
         of layers is faster. least: as `least_memory`.
         """
-        at = self.at(degrees)
+        at = self.stages(degrees)
         in_flight = (1.0,) * degrees.pp if least else None
         fits = self._bytes(degrees, at.recompute_rows(degrees.recompute), in_flight).sum(axis=0) <= limit
         if not fits.any(axis=0).all():
@@ -303,7 +304,7 @@ class Evaluation:
 
     def recomputed(self, degrees: Degrees) -> tuple[str, ...]:
         """Return the paths of the layers that are recomputed; those of neighbours as a range of numbers."""
-        at = self.at(degrees)
+        at = self.stages(degrees)
         return ranges(at.sums.recomputed(at.counts(degrees)))
 
     def least_memory(self, degrees: Degrees) -> float:
@@ -321,7 +322,7 @@ class Evaluation:
         return float(saved / (degrees.replica * degrees.pp))
 
     def _state_of(self, shared: Degrees, zero_stage: int) -> ReplicatedState:
-        at, costs = self._at(shared), self.planner.costs(shared.dp, shared.replica)
+        at, costs = self._stages(shared), self.planner.costs(shared.dp, shared.replica)
 
         def collective(kind: str, nbytes: float) -> float:
             return costs.seconds(kind, nbytes, 0)
@@ -354,8 +355,8 @@ class Evaluation:
         )
 
 
-class _At:
-    """What degrees share that differ only in recompute and ZeRO stage."""
+class _Stages:
+    """The stages of a pipeline for degrees that differ only in recompute and ZeRO stage."""
 
     def __init__(self, evaluation: Evaluation, shared: Degrees) -> None:
         self._shared = shared

@@ -13,6 +13,7 @@ from math import prod
 
 import numpy as np
 
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import PARAMETER, Value
 from ascend_parallel.sharding.mesh import ProcessMesh
@@ -20,7 +21,7 @@ from ascend_parallel.sharding.planner.elimination import AssignmentProblem
 from ascend_parallel.sharding.planner.propagate import overlap_settings, slice_replicated, warn_if_unproven
 from ascend_parallel.sharding.planner.search import Search
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import ALL_REDUCE, MeshCosts
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.training.degrees.folding import FoldedGraph
 from ascend_parallel.training.degrees.space import DATA, EXPERTS, SEQUENCE
 from ascend_parallel.training.degrees.work import TENSOR, OperatorCosts, work_of

@@ -37,6 +37,8 @@ WORDS = {
     "replicas": "collectives of dp",
     "optimizer": "the optimizer",
 }
+# Schedules that `ascend-parallel predict` knows: it says the same bytes within 3 % of these.
+PREDICTED = ("gpipe", "1f1b", "interleaved_1f1b")
 # Of a step's time: smaller differences are not named.
 NAMED = 0.001
 
@@ -58,6 +60,11 @@ def text(found: SearchResult, width: int | None = None) -> str:
         "best, on the rank that holds the most: "
         + ", ".join(f"{name} {size_of(size)}" for name, size in vars(found.best[0].memory).items()),
     ]
+    if found.best[0].degrees.pp > 1 and found.best[0].degrees.schedule not in PREDICTED:
+        lines.append(
+            f"predict knows no {found.best[0].degrees.schedule}: its bytes and seconds are those of 1F1B, with other "
+            "micro-batches in flight and other receive buffers"
+        )
     if found.too_large is not None:
         lines.append(_outside(found.too_large, found))
     return "\n".join(lines)

@@ -338,7 +338,7 @@ def experts_of(graph: Graph) -> int:
 
 def candidate_of(evaluation: Evaluation, degrees: Degrees, memory: RankBytes) -> Candidate:
     """Return degrees with their time, and what runs."""
-    work = evaluation.at(degrees).work
+    work = evaluation.stages(degrees).work
     if work.sharing is not None:
         degrees = replace(degrees, cp_exchange=work.sharing.exchange, cp_groups=work.sharing.groups)
     recomputed = evaluation.recomputed(degrees) if degrees.recompute_layers else ()

@@ -10,8 +10,9 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.ops.problem import EXPERT_EXCHANGE, Problem
+from ascend_parallel.ops.call import EXPERT_EXCHANGE, Exchange
 from ascend_parallel.ops.registry import choose
+from ascend_parallel.process_groups.collectives import ALL_TO_ALL
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import CALL, PARAMETER, Node, OpCall, SharedSequence, Value
 from ascend_parallel.sharding.layout import Layout, Shape, local_shape
@@ -19,7 +20,7 @@ from ascend_parallel.sharding.planner.gradient_sums import summed_dims
 from ascend_parallel.sharding.planner.operator_cost import FREE, passes
 from ascend_parallel.sharding.planner.options import Option
 from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.redistribute.costs import ALL_TO_ALL, MeshCosts
+from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.rules import exchanges, experts
 from ascend_parallel.sharding.runtime.activation_memory import SavedTensors
 from ascend_parallel.sharding.runtime.checkpointed_blocks import CheckpointedBlock
@@ -258,8 +259,8 @@ class _Pricing:
         return tuple(found)
 
     def kept(self, rank_plan: RankPlan, collectives: bool) -> RecomputeCost:
-        """Return what backward keeps with the blocks of a rank's plan, and what their second run takes."""
-        saved_tensors = SavedTensors(self._plan, rank_plan.fused_plan)
+        """Return the bytes that backward keeps with the blocks of a rank's plan, and the time of their second run."""
+        saved_tensors = SavedTensors(rank_plan)
         saved, again, again_sent, inside = (np.zeros(len(self._calls)) for _ in range(4))
         starts = dict(rank_plan.checkpointed_blocks)
         within = {name for block in starts.values() for name in block.nodes}
@@ -305,7 +306,7 @@ def exchange_seconds(
     model: CostModel,
     settings: Settings,
 ) -> tuple[float, float]:
-    """Return what the exchange of a mixture adds to its experts' seconds, forward and backward.
+    """Return the seconds that a mixture's exchange adds to its experts, forward and backward.
 
     computed: the experts' forward and backward, half of which are weight gradients. Groups of experts hide a part of
     the all-to-alls: as many as the settings ask for.
@@ -315,8 +316,8 @@ def exchange_seconds(
     weights, width = len(call.inputs) - experts.UP, call.inputs[experts.X].shape[-1]
     count, *_ = local_shape(call.inputs[experts.UP].shape, layouts[experts.UP], costs.shape, (0,) * len(costs.shape))
     dtype, ranks = call.inputs[experts.X].dtype, costs.shape[dim]
-    problem = Problem(EXPERT_EXCHANGE, count, width, width, dtype, model.hardware.device, ranks)
-    sizes = choose(problem, settings).sizes
+    exchange = Exchange(EXPERT_EXCHANGE, count, None, width, dtype, model.hardware.device, ranks)
+    sizes = choose(exchange, settings).sizes
     found = []
     forward, half = computed[0], computed[1] / 2
     for sent, compute, tail, again in ((ahead, forward, 0.0, 0.0), (back, half, half, half / weights)):

@@ -53,7 +53,7 @@ def title(simulated: SimulatedStep) -> str:
 
 
 def _held(simulated: SimulatedStep) -> str:
-    """Return what each rank holds; of more ranks than a line has room for, the least and the most."""
+    """Return the memory of each rank; of more ranks than a line has room for, the least and the most."""
     live = ", ".join(f"{count:g}" for count in simulated.live)
     if len(simulated.live) > LISTED:
         live = " to ".join(f"{count:g}" for count in sorted({min(simulated.live), max(simulated.live)}))
@@ -78,7 +78,7 @@ def _label(simulated: SimulatedStep, rank: int, action: Action) -> str:
 
 
 def _which(simulated: SimulatedStep, rank: int, stage: int) -> int:
-    """Return which of its rank's stages a stage is, from 0."""
+    """Return a stage's place among the stages of its rank, from 0."""
     return sorted({slot.action.stage for slot in simulated.slots[rank]}).index(stage)
 
 

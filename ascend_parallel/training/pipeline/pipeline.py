@@ -32,7 +32,7 @@ from ascend_parallel.training.pipeline.picture import MeasuredStep, measure_step
 from ascend_parallel.training.pipeline.split_plan import StagePlan, plan_of_each, split_into_stages
 from ascend_parallel.training.pipeline.stage import Batch, StageModule
 from ascend_parallel.training.pipeline.stage_assignment import assign, balanced
-from ascend_parallel.tuning.step_time.schedule import SCHEDULES, SINGLE, SPLIT, check, forward_only, stages_of
+from ascend_parallel.tuning.step_time.schedule import SINGLE, SPLIT, check, forward_only, schedule_class, stages_of
 from ascend_parallel.tuning.step_time.timing import Slot
 
 
@@ -228,7 +228,7 @@ class Pipeline:
         """Return torch's schedule of this rank's stages."""
         stages = [make_stage(wrapped, self.parts, self._groups, self._executed) for wrapped in self._wrapped]
         argument = stages[0] if self.schedule in SINGLE else stages
-        return SCHEDULES[self.schedule](argument, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
+        return schedule_class(self.schedule)(argument, self.micro_batches, loss_fn=self._weighted, scale_grads=False)
 
     def _weighted(self, returned: Any, _: object) -> torch.Tensor:
         """Return a micro-batch's share of the differentiated loss."""

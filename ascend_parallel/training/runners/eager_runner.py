@@ -147,7 +147,7 @@ class HybridRunner(Runner):
             return self._mean(losses.batch()).mean
 
     def _returned(self, batch: Sequence[Any]) -> Any:
-        """Return what the loss function returns; raise `ValueError` unless it is a mean, or a sum and its divisor."""
+        """Return the loss function's value; raise `ValueError` unless it is a mean, or a sum and its divisor."""
         returned = self._loss(self._model, *batch)
         if problem := loss_problem(returned):
             raise ValueError(problem)

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from ascend_parallel.ops.call import Exchange
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.head_exchange import HeadGroup
 from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, KeyGroup, choose_exchange, cut_heads
-from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.context import (
     Attention,
     attend_pieces,
+    attention_call,
     attention_in_turn,
-    attention_problem,
     run_attention,
 )
 from ascend_parallel.settings import Settings
@@ -33,7 +34,7 @@ from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTAT
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
-from ascend_parallel.tuning.measured.part_groups import PartGroups
+from ascend_parallel.tuning.measured.decider import Decider
 
 SEED = 7
 
@@ -76,7 +77,7 @@ class AttentionCase:
         return choose_exchange(self.heads, self.key_heads, ranks)[0]
 
     def parts(self, ranks: int, exchange: str | None = None) -> int:
-        """Return how many heads of keys an exchange, or the one that runs, is cut by; 0: it cannot run."""
+        """Return the number of heads of keys by which an exchange is cut, or the one that runs; 0: it cannot run."""
         try:
             return cut_heads(self.heads, self.key_heads, ranks, exchange or self.chosen_exchange(ranks))
         except ValueError:
@@ -98,7 +99,7 @@ def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> d
     attention = _SharedAttention(AttentionCase(**case), group)
     report("timing groups of heads")
     overlapped = functools.partial(attention.overlapped, attention.exchange)
-    return plan_of(attention.problem, group, overlapped, functools.partial(overlapped, 1), groups)
+    return plan_of(attention.call, group, overlapped, functools.partial(overlapped, 1), groups)
 
 
 def runs_of(case: AttentionCase, group: dist.ProcessGroup, groups: list[int]) -> tuple[dict[str, Run], str]:
@@ -150,15 +151,15 @@ class _SharedAttention:
         self._whole = [queries, drawn(case.tokens, shared), drawn(case.tokens, shared)]
 
     @property
-    def problem(self) -> Problem:
+    def call(self) -> Exchange:
         """The exchange, as its number of groups is chosen."""
         q, k, v = self._operands
-        return attention_problem(q, k, v, self._group, self.exchange)
+        return attention_call(q, k, v, self._group, self.exchange)
 
     def overlapped(self, exchange: str, groups: int, attention: Attention | None = None) -> None:
         """Run the operator in `groups` groups of heads."""
-        settings = Settings(num_chunks=groups, mode=2)
-        run = functools.partial(run_attention, group=self._group, settings=settings, exchange=exchange)
+        known = Known(number=groups)
+        run = functools.partial(run_attention, group=self._group, settings=Settings(), known=known, exchange=exchange)
         q, k, v = self._operands
         self._backward(run(q, k, v, attention or attend), self._operands)
 
@@ -176,11 +177,10 @@ class _SharedAttention:
     def automatic(self) -> tuple[Run, str]:
         """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
         run = functools.partial(self.overlapped, self.exchange)
-        found = PartGroups(Settings(auto=True)).chunks_for(
-            self.problem, self._group, lambda tried: run(tried.num_chunks), functools.partial(run, 1), self._device
+        found = Decider(Settings(auto=True), keeps=False).known_of_exchange(
+            self.call, self._group, lambda tried: run(tried.number), functools.partial(run, 1), self._device
         )
-        groups = found.settings.num_chunks
-        return functools.partial(run, groups), _variant(self.exchange, groups)
+        return functools.partial(run, found.number), _variant(self.exchange, found.number)
 
     @property
     def _device(self) -> torch.device:

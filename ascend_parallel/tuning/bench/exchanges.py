@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Exchange
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.text.tables import terminal_table
 from ascend_parallel.tuning.bench.results import speedup_of
@@ -39,16 +39,20 @@ def times_of(runs: Mapping[str, Run], group: dist.ProcessGroup, rounds: int) -> 
 
 
 def plan_of(
-    problem: Problem, group: dist.ProcessGroup, overlapped: Callable[[int], object], in_turn: Run, groups: Sequence[int]
+    exchange: Exchange,
+    group: dist.ProcessGroup,
+    overlapped: Callable[[int], object],
+    in_turn: Run,
+    groups: Sequence[int],
 ) -> dict[str, Any]:
     """Return a plan with the fastest number of groups of an exchange, as COC_TUNE measures them."""
     device = torch.device("cpu")
     runs = {
-        split_rows(problem.rows, count, 1): functools.partial(overlapped, count)
+        split_rows(exchange.parts, count, 1): functools.partial(overlapped, count)
         for count in groups
-        if count <= problem.rows
+        if count <= exchange.parts
     }
-    entry = fastest_groups(problem, group, runs, in_turn, device)
+    entry = fastest_groups(exchange, group, runs, in_turn, device)
     machine = this_machine(group.size(), device, group._get_backend(device).name())
     return {"plan": Plan(machine, (entry,)).as_dict(), "torch": torch.__version__}
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, silu
 
+from ascend_parallel.ops.call import Exchange, experts_exchange
+from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts
 from ascend_parallel.ops.part_exchange import all_to_all
-from ascend_parallel.ops.problem import Problem, experts_problem
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.overlap.experts import LocalExperts, SharedExpert, experts_in_turn, run_experts
 from ascend_parallel.settings import Settings
@@ -29,7 +30,7 @@ from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTAT
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
-from ascend_parallel.tuning.measured.part_groups import PartGroups
+from ascend_parallel.tuning.measured.decider import Decider
 
 NO_CUT = "no cut"
 PIECES = {COMMUNICATION: 1, f"{COMMUNICATION} in 4 pieces": 4}
@@ -69,7 +70,7 @@ class ExpertsCase:
         return cls(experts=experts, rows=rows, hidden=hidden, inner=inner, shared=shared, dtype=dtype)
 
     def parts(self, ranks: int) -> int:
-        """Return how many experts a rank has, which groups are made of."""
+        """Return the number of a rank's experts, of which groups are made."""
         return self.experts // ranks
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> d
     """Return a plan with the fastest groups of the layer, as COC_TUNE measures them."""
     layer = _Layer(ExpertsCase(**case), group)
     report("timing groups of experts")
-    return plan_of(layer.problem, group, layer.overlapped, layer.serial, groups)
+    return plan_of(layer.exchange, group, layer.overlapped, layer.serial, groups)
 
 
 class _Layer:
@@ -127,9 +128,9 @@ class _Layer:
         self._received = drawn(sum(self._whole.received_sizes), case.hidden)
 
     @property
-    def problem(self) -> Problem:
+    def exchange(self) -> Exchange:
         """The exchange, as its number of groups is chosen."""
-        return experts_problem(self._rows, self._counts.experts, self._group)
+        return experts_exchange(self._rows, self._counts.experts, self._group)
 
     def overlapped(self, groups: int) -> None:
         """Run the layer's operator in `groups` groups of experts."""
@@ -137,8 +138,8 @@ class _Layer:
         shared = None
         if self._shared:
             shared = SharedExpert(x=self._rows, parts=self._shared_parts(), parameters=self._shared)
-        settings = Settings(num_chunks=groups, mode=2)
-        y, shared_y = run_experts(self._rows, self._counts, local, group=self._group, settings=settings, shared=shared)
+        options: dict[str, Any] = {"settings": Settings(), "known": Known(number=groups), "shared": shared}
+        y, shared_y = run_experts(self._rows, self._counts, local, group=self._group, **options)
         self._backward(y, shared_y)
 
     def serial(self) -> None:
@@ -156,13 +157,12 @@ class _Layer:
 
     def automatic(self) -> tuple[Run, str]:
         """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
-        found = PartGroups(Settings(auto=True)).chunks_for(
-            self.problem, self._group, lambda tried: self.overlapped(tried.num_chunks), self.serial, self._rows.device
+        found = Decider(Settings(auto=True), keeps=False).known_of_exchange(
+            self.exchange, self._group, lambda tried: self.overlapped(tried.number), self.serial, self._rows.device
         )
         if found.original:
             return self.serial, SERIAL
-        groups = found.settings.num_chunks
-        return functools.partial(self.overlapped, groups), f"{groups} groups"
+        return functools.partial(self.overlapped, found.number), f"{found.number} groups"
 
     def communicate(self, pieces: int) -> None:
         """Run the four all-to-alls of a forward and backward, each in pieces that are started together."""

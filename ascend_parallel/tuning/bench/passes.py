@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.devices import DEVICES
 from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.operators import with_fused_limits
-from ascend_parallel.ops.problem import matmul_in_words
 from ascend_parallel.ops.registry import FUSED, choose
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import LayerOperator, LayerShape
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.cost_model.chunk_search import equal_sizes
-from ascend_parallel.tuning.launch.devices import BACKENDS, device_of, own_device
+from ascend_parallel.tuning.launch.devices import device_of, own_device
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan, this_machine
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown
-from ascend_parallel.tuning.measured.pass_times import TimedLinear
+from ascend_parallel.tuning.measured.pass_times import TimedLinear, Variant
 from ascend_parallel.tuning.measured.tuner import FEW, MOST_CHUNKS, ROUNDS, best_of_model, decide
 
 SERIAL = "serial"
@@ -46,13 +46,13 @@ def measure(
     timed: the layer of a shape; a framework's own in its place.
     """
     device = device_of(group)
-    machine = this_machine(group.size(), own_device(device), BACKENDS[device])
+    machine = this_machine(group.size(), own_device(device), DEVICES[device].backend)
     results, entries = [], []
     for index, raw in enumerate(cases):
         shape = LayerShape(**{**raw, "dtype": getattr(torch, raw["dtype"]), "device": device})
-        layer = timed(shape, group, PLAIN, machine)
+        layer = timed(shape, group, PLAIN)
         for operator in shape.operators:
-            what = f"{shape.kind} {operator.direction} {matmul_in_words(operator.problem)}"
+            what = f"{shape.kind} {operator.direction} {operator.matmul.product_in_words}"
             report(f"{index + 1}/{len(cases)}  {what}")
             result = _measure_pass(layer, operator, chunks, fused, rounds, equal, deterministic or [])
             entries.append(result.pop("entry"))
@@ -74,9 +74,10 @@ def _measure_pass(
     for value in deterministic:
         for count in (1, *chunks):
             name = f"{SERIAL if count == 1 else f'{count} chunks'}, {value}"
-            variants[name] = replace(PLAIN, num_chunks=count, deterministic=TP if value == TP else True)
+            asked = Settings(mode=2, num_chunks=count, deterministic=TP if value == TP else True)
+            variants[name] = Variant(asked)
     if fused and (kernel := _fused_kernel(layer, operator)) is not None:
-        variants[kernel] = replace(PLAIN, fused=True, enable_coc_in_column_backward=True)
+        variants[kernel] = Variant(Settings(mode=2, fused=True, enable_coc_in_column_backward=True))
     breakdown, times = layer.time_with_breakdown(operator, variants, rounds)
     # Time the finalists again, alone: among many variants, a lucky median may be the smallest.
     final = layer.time(operator, {name: variants[name] for name in _finalists(candidates, times, equal)}, rounds)
@@ -91,7 +92,7 @@ def _measure_pass(
         "times": times,
         "again": final,
         "kept": list(kept.sizes),
-        "entry": Entry.of(operator, kept.sizes, kept.serial, kept.chosen),
+        "entry": Entry.of(*operator, kept.sizes, kept.serial, kept.chosen),
     }
 
 
@@ -120,7 +121,7 @@ def _candidate_sizes(
             if len(sizes) >= count and sizes not in candidates.values():  # a framework may cut a rest off
                 candidates[name] = sizes
     for name, most in (("model", MOST_CHUNKS), (f"model, {FEW} at most", FEW)):
-        sizes = layer.sizes_as_run(operator, best_of_model(operator.problem, breakdown, most).sizes)
+        sizes = layer.sizes_as_run(operator, best_of_model(operator.matmul, breakdown, most).sizes)
         if sizes not in candidates.values():
             candidates[name] = sizes
     return candidates
@@ -128,5 +129,5 @@ def _candidate_sizes(
 
 def _fused_kernel(layer: TimedLinear, operator: LayerOperator) -> str | None:
     """Return the fused kernel that takes a pass, "shm" or "npu"; None if none does."""
-    kernel = choose(with_fused_limits(operator.problem, layer.group), Settings(fused=True)).kernel
+    kernel = choose(with_fused_limits(operator.matmul, layer.group), Settings(fused=True)).kernel
     return kernel if kernel in FUSED else None

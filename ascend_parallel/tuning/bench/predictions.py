@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
-from ascend_parallel.tuning.cost_model.cost import CostModel
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
+from ascend_parallel.tuning.cost_model.cost import COLLECTIVES, CostModel
 from ascend_parallel.tuning.cost_model.hardware import all_hardware
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.measured.pass_parts import LATENCY_ROWS, PassBreakdown, seconds
 
-COLLECTIVES = {ALL_REDUCE: "all-reduce", REDUCE_SCATTER: "reduce-scatter", ALL_GATHER: "all-gather"}
+SHOWN = {ALL_REDUCE: "all-reduce", REDUCE_SCATTER: "reduce-scatter", ALL_GATHER: "all-gather"}
 Values = dict[str, Any]
 
 
@@ -34,16 +34,16 @@ def predictions(measured: Values, case: Values, hardware: str | None) -> Values:
         Of matmul and collective, from the data of a hardware; None without data.
     """
     operator, m, k, n = (measured[name] for name in ("operator", "m", "k", "n"))
-    problem = Problem(operator, m, k, n, torch.float32, CPU, case["ranks"])  # the parts know dtype and device
+    matmul = Matmul(operator, m, k, n, torch.float32, CPU, case["ranks"])  # the parts know dtype and device
     breakdown = PassBreakdown(**measured["parts"])
-    predicted = {name: seconds(problem, breakdown, sizes) for name, sizes in measured["sizes"].items()}
+    predicted = {name: seconds(matmul, breakdown, sizes) for name, sizes in measured["sizes"].items()}
     of_hardware = None
     if hardware is not None:
         costs, item = CostModel(all_hardware()[hardware]), _itemsize(case)
         moved = m * _columns(measured) * item
         of_hardware = {
             "matmul": costs.matmul(m, k, n, item),
-            "collective": costs.collective(operator, moved, case["ranks"]),
+            "collective": costs.collective(COLLECTIVES[operator], moved, case["ranks"]),
         }
     return {"parts": measured["parts"], "predicted": predicted, "predicted_parts": of_hardware}
 
@@ -62,10 +62,10 @@ def collectives(measured: Sequence[Values], cases: Sequence[Values]) -> list[Val
             (breakdown.rows, breakdown.collective),
         ):
             whole = rows * _columns(result) * _itemsize(case) * (1 if operator == ALL_REDUCE else case["ranks"])
-            times[COLLECTIVES[operator], whole, case["ranks"]].append(alone)
+            times[SHOWN[operator], whole, case["ranks"]].append(alone)
     found = []
     for (name, whole, ranks), alones in sorted(times.items()):
-        sent = whole * (ranks - 1) / ranks * (2 if name == COLLECTIVES[ALL_REDUCE] else 1)
+        sent = whole * (ranks - 1) / ranks * (2 if name == SHOWN[ALL_REDUCE] else 1)
         found.append({"collective": name, "bytes": whole, "seconds": median(alones), "bus": sent / median(alones)})
     return found
 

@@ -7,10 +7,12 @@ from functools import cached_property
 
 import torch
 
+from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.hardware import Hardware
-from ascend_parallel.tuning.cost_model.models import Batch, Model
+from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.step import Layout, operators_of
+from ascend_parallel.tuning.cost_model.tables import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +47,19 @@ class Assumptions:
             dtype=self.dtype,
             device=self.hardware.device,
             cp=self.cp,
-            cp_exchange=self.cp_exchange,
+            cp_exchange=self._exchange(model),
             cp_groups=self.cp_groups,
             ep=self.ep,
             etp=self.etp,
             activation=operators_of(self.layout.runtime),
             rotary=operators_of(self.layout.runtime),
         )
+
+    def _exchange(self, model: Model) -> str:
+        """Return how keys reach the queries: a plan gathers them where the ranks do not divide the heads."""
+        heads = -(-model.heads // self.tp)
+        shared = heads % self.cp == 0
+        words = f"gather: --cp {self.cp} does not divide the {heads} heads of a rank"
+        require("--cp-exchange", self.cp_exchange, self.cp_exchange != HEADS or shared, words)
+        planned = operators_of(self.layout.runtime) == TORCH
+        return GATHER if planned and not self.cp_exchange and not shared else self.cp_exchange

@@ -12,13 +12,22 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+from ascend_parallel.ops import call as operators
+from ascend_parallel.ops.call import Matmul
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.process_groups.backend import usual_backend
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall
 from ascend_parallel.tuning.cost_model.hardware import Hardware, Steps
 
-GATHER = "all_gather"
+# How often a tensor goes around a ring.
+ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}
+# The collective of an operator.
+COLLECTIVES = {
+    operators.ALL_REDUCE: ALL_REDUCE,
+    operators.REDUCE_SCATTER: REDUCE_SCATTER,
+    operators.ALL_GATHER: ALL_GATHER,
+}
 # Multiply-adds of a fused attention kernel's backward / forward: five products / two products.
 ATTENTION_BACKWARD = 2.5
 # A memory-bound operator's backward reads and writes about twice what its forward does.
@@ -33,7 +42,7 @@ class CostModel:
     def __init__(self, hardware: Hardware) -> None:
         """Take the numbers of `hardware`."""
         self.hardware = hardware
-        self._chunks: dict[tuple[Problem, bool], dict[int, tuple[float, float]]] = {}
+        self._chunks: dict[tuple[Matmul, bool], dict[int, tuple[float, float]]] = {}
         self._products: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self._stretches = _stretches(hardware)
 
@@ -100,8 +109,8 @@ class CostModel:
     def collective(self, kind: str, size: float, ranks: int, *, whole: bool = True) -> float:
         """Return the time of a collective; `size` is the bytes of the whole tensor over all ranks.
 
-        kind: the operator that the collective belongs to, or "all_gather" for an all-gather alone. whole=False: the
-        collective is one of several pieces in flight. Ranks beyond one domain add the time of the network.
+        kind: "all_reduce", "all_gather" or "reduce_scatter". whole=False: the collective is one of several pieces in
+        flight. Ranks beyond one domain add the time of the network.
         """
         if ranks == 1 or size == 0:
             return 0.0
@@ -115,7 +124,7 @@ class CostModel:
         """Return the time of collective `kind` as a ring over the network; `size` is the bytes of the global tensor."""
         if ranks == 1 or size == 0:
             return 0.0
-        steps = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)
+        steps = ROUNDS[kind] * (ranks - 1)
         return steps * (self.hardware.network.latency + size / ranks / self.hardware.network.bandwidth)
 
     def line(self, kind: str, size: float, ranks: int, in_domain: int) -> float:
@@ -129,38 +138,38 @@ class CostModel:
         Each rank has `size` bytes, as many for each rank of the line. An all-gather that sends as many bytes stands for
         the part inside the domain and for the part over the network; they follow each other.
         """
-        inside = self.collective(GATHER, size * in_domain / ranks, in_domain)
-        return inside + self.network(GATHER, size, ranks // in_domain)
+        inside = self.collective(ALL_GATHER, size * in_domain / ranks, in_domain)
+        return inside + self.network(ALL_GATHER, size, ranks // in_domain)
 
     def send(self, size: float, *, inside: bool) -> float:
         """Return the time of `size` bytes from a rank to another one, inside a domain or over the network."""
         if size == 0:
             return 0.0
         # In an all-gather of 2 ranks each rank sends half of the bytes.
-        return self.collective(GATHER, 2 * size, 2) if inside else self.network(GATHER, 2 * size, 2)
+        return self.collective(ALL_GATHER, 2 * size, 2) if inside else self.network(ALL_GATHER, 2 * size, 2)
 
-    def chunk(self, problem: Problem, rows: int, whole: bool) -> tuple[float, float]:
-        """Return the times of matmul and collective of one chunk of `rows` rows (counted as in `Problem.rows`).
+    def chunk(self, problem: Matmul, rows: int, whole: bool) -> tuple[float, float]:
+        """Return the times of matmul and collective of one chunk of `rows` rows (counted as in `Matmul.rows`).
 
         whole: this is the only chunk, run as on the serial path, without blocks by rank.
         """
         return self._chunks_of(problem, [rows], whole)[0]
 
     def call(
-        self, problem: Problem, sizes: Sequence[int], *, tail: float = 0.0, gathers_input: bool = False
+        self, problem: Matmul, sizes: Sequence[int], *, tail: float = 0.0, gathers_input: bool = False
     ) -> ChunkedCall:
         """Return the durations of a call in chunks of `sizes` rows.
 
         tail: seconds of the weight gradient after the call. gathers_input: add the all-gather of the layer's input
         [m, n] before the call, in pieces of the same rows, as in the column layer's backward.
         """
-        whole, first = len(sizes) == 1, problem.operator == ALL_GATHER
+        whole, first = len(sizes) == 1, problem.operator == operators.ALL_GATHER
         compute, collective = zip(*self._chunks_of(problem, sizes, whole), strict=True)
         own = self._own(problem) if first and not whole else 0.0
         before: tuple[float, ...] = ()
         if gathers_input:
             row = problem.n * problem.dtype.itemsize * problem.ranks
-            before = tuple(self.collective(GATHER, size * row, problem.ranks, whole=whole) for size in sizes)
+            before = tuple(self.collective(ALL_GATHER, size * row, problem.ranks, whole=whole) for size in sizes)
         host = self.hardware.host
         call = ChunkedCall(
             compute=compute,
@@ -173,15 +182,15 @@ class CostModel:
         )
         return self._contended(call)
 
-    def bound(self, problem: Problem, *, tail: float = 0.0, gathers_input: bool = False) -> float:
+    def bound(self, problem: Matmul, *, tail: float = 0.0, gathers_input: bool = False) -> float:
         """Return the lower bound for all sizes: the longer of computation and communication, without overheads."""
         item, ranks = problem.dtype.itemsize, problem.ranks
         matmul = self._unrounded(problem.m, problem.k, problem.n, item)
-        moved = problem.m * (problem.k if problem.operator == ALL_GATHER else problem.n) * item
-        collective = self.collective(problem.operator, moved, ranks, whole=False)
-        if problem.operator == ALL_GATHER:
+        moved = problem.m * (problem.k if problem.operator == operators.ALL_GATHER else problem.n) * item
+        collective = self.collective(COLLECTIVES[problem.operator], moved, ranks, whole=False)
+        if problem.operator == operators.ALL_GATHER:
             return max(matmul, collective) + tail
-        before = self.collective(GATHER, problem.m * problem.n * item, ranks, whole=False) if gathers_input else 0.0
+        before = self.collective(ALL_GATHER, problem.m * problem.n * item, ranks, whole=False) if gathers_input else 0.0
         return max(matmul + tail, before + max(collective, tail))
 
     def launches(self, blocks: int) -> int:
@@ -208,7 +217,7 @@ class CostModel:
         width = self.hardware.matmul.block_n
         return width if width == 1 else min(width, _tiled(n))
 
-    def _chunks_of(self, problem: Problem, sizes: Sequence[int], whole: bool) -> list[tuple[float, float]]:
+    def _chunks_of(self, problem: Matmul, sizes: Sequence[int], whole: bool) -> list[tuple[float, float]]:
         known = self._chunks.setdefault((problem, whole), {})
         for size in sizes:
             if size not in known:
@@ -218,7 +227,7 @@ class CostModel:
     def _in_domain(self, kind: str, size: float, ranks: int, whole: bool) -> float:
         data, link = self.hardware.collectives, self.hardware.link
         steps, share = _steps(self.hardware, kind)
-        factor = data.whole_gather if whole and kind in (GATHER, ALL_GATHER) else 1.0
+        factor = data.whole_gather if whole and kind == ALL_GATHER else 1.0
         if link is not None:
             wire = size * _wire(self.hardware.topology, kind, ranks) * link.seconds_per_byte
             return share * _fit(steps, size) + factor * wire
@@ -227,15 +236,15 @@ class CostModel:
         )
         return factor * share * _fit(steps, like)
 
-    def _chunk(self, problem: Problem, rows: int, whole: bool) -> tuple[float, float]:
+    def _chunk(self, problem: Matmul, rows: int, whole: bool) -> tuple[float, float]:
         m, k, n, item, ranks = problem.m, problem.k, problem.n, problem.dtype.itemsize, problem.ranks
         util = self.utilisation(m, k, n, item)
-        width = k if problem.operator == ALL_GATHER else n
-        if problem.operator == ALL_REDUCE:
+        width = k if problem.operator == operators.ALL_GATHER else n
+        if problem.operator == operators.ALL_REDUCE:
             blocks, moved = 1, rows * width * item
         else:
-            blocks, moved = ranks - (problem.operator == ALL_GATHER), rows * ranks * width * item
-        collective = self.collective(problem.operator, moved, ranks, whole=whole)
+            blocks, moved = ranks - (problem.operator == operators.ALL_GATHER), rows * ranks * width * item
+        collective = self.collective(COLLECTIVES[problem.operator], moved, ranks, whole=whole)
         if whole:
             return self.matmul(m, k, n, item, utilisation=util) + self._inline(2), collective
         launches = self.launches(blocks)
@@ -243,7 +252,7 @@ class CostModel:
         matmul = self.matmul(rows, k, n, item, batches=blocks, utilisation=util) + extra
         return matmul + self._inline(launches + 1), collective
 
-    def _own(self, problem: Problem) -> float:
+    def _own(self, problem: Matmul) -> float:
         util = self.utilisation(problem.m, problem.k, problem.n, problem.dtype.itemsize)
         own = self.matmul(problem.rows, problem.k, problem.n, problem.dtype.itemsize, utilisation=util)
         return own + self._inline(1)
@@ -282,7 +291,7 @@ class CostModel:
 
 
 def ranks_in_domain(lines: npt.NDArray[np.int64], domain: int) -> int:
-    """Return how many ranks of each line (``[lines, ranks]``) share a domain; 1 if a line is not divided evenly.
+    """Return the number of ranks of a line (``[lines, ranks]``) in one domain; 1 if a line is not divided evenly.
 
     Global ranks fill domains in order; the line with the most domains counts.
     """
@@ -304,14 +313,13 @@ def _steps(hardware: Hardware, kind: str) -> tuple[Steps, float]:
     data = hardware.collectives
     if kind == ALL_REDUCE:
         return data.all_reduce, 1.0
-    own = data.reduce_scatter if kind == REDUCE_SCATTER else data.all_gather
+    own = {REDUCE_SCATTER: data.reduce_scatter, ALL_GATHER: data.all_gather}[kind]
     return (own, 1.0) if own else (data.all_reduce, data.gather_share)
 
 
 def _wire(topology: str, kind: str, ranks: int) -> float:
     """Return the share of the whole tensor that goes over each link of a ring or a mesh."""
-    rounds = 2 if kind == ALL_REDUCE else 1
-    return rounds / ranks * (1 if topology == "mesh" else ranks - 1)
+    return ROUNDS[kind] / ranks * (1 if topology == "mesh" else ranks - 1)
 
 
 def _fit(steps: Steps, size: float) -> float:

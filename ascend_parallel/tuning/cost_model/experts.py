@@ -14,10 +14,10 @@ from functools import cached_property, partial
 import numpy as np
 
 from ascend_parallel.ops.part_exchange import IN_FLIGHT
-from ascend_parallel.ops.problem import REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import FORWARD
-from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel, ranks_in_domain
+from ascend_parallel.process_groups.collectives import ALL_GATHER, REDUCE_SCATTER
+from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule
 from ascend_parallel.tuning.cost_model.models import Batch, Model
 from ascend_parallel.tuning.cost_model.region import Estimate, Lanes, disturbed
@@ -189,6 +189,6 @@ class ExpertsTime:
         """Return the seconds of an all-to-all, with the gather, or the reduce-scatter, over the ranks of an expert."""
         batch, size = self.batch, share * self._row_bytes
         exchanged = self.costs.all_to_all(size, batch.ep, self._inside)
-        kinds = GATHER, REDUCE_SCATTER
+        kinds = ALL_GATHER, REDUCE_SCATTER
         widths = sum(self.costs.collective(kind, size * batch.etp, batch.etp) for kind in kinds) / len(kinds)
         return exchanged + widths

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from ascend_parallel.devices import DEVICES, NPU
 from ascend_parallel.text import bits_per_second
 from ascend_parallel.tuning.cost_model.tables import (
     PlanningError,
@@ -28,7 +29,7 @@ from ascend_parallel.tuning.cost_model.tables import (
 )
 
 # The hardware of every prediction and plan, in Python and of the commands, if none is named.
-DEFAULT_HARDWARE = "910b"
+DEFAULT_HARDWARE = NPU.hardware
 TOPOLOGIES = ("mesh", "ring")
 MOST_BITS = 1e15
 Steps = tuple[tuple[float, ...], ...]
@@ -159,6 +160,10 @@ class Hardware:
     link: Link | None = None
     aliases: tuple[str, ...] = ()
     numbers: Mapping[str, SourcedValue] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a type of device that is not known."""
+        require("device", self.device, self.device in DEVICES, " or ".join(DEVICES))
 
     def with_link(self, rate: str) -> Hardware:
         """Return this hardware with links of `rate`, such as ``1gbit``; raises `PlanningError` if it has no [link]."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD
+from ascend_parallel.process_groups.collectives import ALL_GATHER
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes, equal_sizes
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel
+from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.models import ModelLinear
 
 
@@ -28,9 +29,9 @@ class LinearPass:
         self.costs, self.linear, self.direction = costs, linear, direction
         self.shape = shape = linear.shape
         forward = direction == FORWARD
-        self.problem: Problem | None = linear.problem(direction)
+        self.beside: Matmul | None = linear.matmul(direction)
         m, k, item = shape.rows, shape.k, shape.dtype.itemsize
-        widths = (shape.n,) if self.problem else linear.products  # products beside a collective run as one
+        widths = (shape.n,) if self.beside else linear.products  # products beside a collective run as one
         self.matmul = sum(costs.matmul(m, *((k, n) if forward else (n, k)), item) for n in widths)
         self.tail = 0.0 if forward else sum(costs.matmul(n, m, k, item) for n in widths)
         self.gathers_input = gathers_again and not forward and shape.kind == COLUMN and shape.sequence_parallel
@@ -43,9 +44,9 @@ class LinearPass:
     @cached_property
     def communication(self) -> float:
         """Seconds of the pass's collectives, in one chunk."""
-        if self.problem is None:
+        if self.beside is None:
             return 0.0
-        collective = self.costs.chunk(self.problem, self.problem.rows, True)[1]
+        collective = self.costs.chunk(self.beside, self.beside.rows, True)[1]
         return collective + (self._gather() if self.gathers_input else 0.0)
 
     @property
@@ -56,34 +57,34 @@ class LinearPass:
     @cached_property
     def megatron(self) -> float:
         """Seconds as Megatron-core runs the pass: one chunk; the column layer's backward overlaps its collectives."""
-        return self.computation if self.problem is None else self.seconds((self.problem.rows,))
+        return self.computation if self.beside is None else self.seconds((self.beside.rows,))
 
     @cached_property
     def bound(self) -> float:
         """The lower bound of the seconds, for all chunk sizes."""
-        if self.problem is None:
+        if self.beside is None:
             return self.computation
-        return self.costs.bound(self.problem, tail=self.tail, gathers_input=self.gathers_input)
+        return self.costs.bound(self.beside, tail=self.tail, gathers_input=self.gathers_input)
 
     @cached_property
     def best(self) -> ChunkSearchResult | None:
         """The best chunk sizes, or None if the pass has no collective."""
-        return None if self.problem is None else best_sizes(self.problem.rows, self.seconds)
+        return None if self.beside is None else best_sizes(self.beside.rows, self.seconds)
 
     def call(self, sizes: Sizes) -> ChunkedCall:
         """Return the durations of the pass in chunks of `sizes` rows."""
-        if self.problem is None:
+        if self.beside is None:
             raise ValueError(f"{self.linear.name}, {self.direction}: the pass has no collective, so it has no chunks")
-        return self.costs.call(self.problem, sizes, tail=self.tail, gathers_input=self.gathers_input)
+        return self.costs.call(self.beside, sizes, tail=self.tail, gathers_input=self.gathers_input)
 
     def seconds(self, sizes: Sizes) -> float:
         """Return the time of the pass in chunks of `sizes` rows."""
         return makespan(self.call(sizes))
 
     def _gather(self) -> float:
-        assert self.problem is not None
-        size = self.problem.m * self.problem.n * self.problem.dtype.itemsize
-        return self.costs.collective(GATHER, size, self.problem.ranks)
+        assert self.beside is not None
+        size = self.beside.m * self.beside.n * self.beside.dtype.itemsize
+        return self.costs.collective(ALL_GATHER, size, self.beside.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class ChunkSchedule:
 
     def seconds(self, part: LinearPass) -> float:
         """Return the time of `part` under this schedule."""
-        if part.problem is None:
+        if part.beside is None:
             return part.computation
         column_backward = part.direction == BACKWARD and part.shape.kind == COLUMN
         if column_backward and not self.column_backward and self.name != "in-turn":
@@ -115,7 +116,7 @@ class ChunkSchedule:
         if self.name in ("best", "equal"):
             assert part.best is not None
             return part.best.seconds if self.name == "best" else part.best.equal_seconds
-        return part.seconds(self._cut(part.problem.rows))
+        return part.seconds(self._cut(part.beside.rows))
 
     def _cut(self, rows: int) -> Sizes:
         if self.name.startswith("="):
@@ -132,6 +133,6 @@ EQUAL = ChunkSchedule(name="equal")
 
 def operator_of(part: LinearPass) -> str:
     """Return the name of the pass's operator, for display."""
-    if part.problem is None:
+    if part.beside is None:
         return "matmul"
-    return part.problem.operator + (" + gather" if part.gathers_input else "")
+    return part.beside.operator + (" + gather" if part.gathers_input else "")

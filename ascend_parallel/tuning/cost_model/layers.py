@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from ascend_parallel.devices import device_type
 from ascend_parallel.ops.key_gather import GATHER, HEADS
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
+from ascend_parallel.process_groups.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from ascend_parallel.tuning.cost_model.cost import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, CostModel
-from ascend_parallel.tuning.cost_model.cost import GATHER as ALL_GATHER
 from ascend_parallel.tuning.cost_model.experts import ExpertsTime
 from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule, LinearPass
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model, ModelLinear, head_linear, layer_linears
 from ascend_parallel.tuning.cost_model.region import Elementwise, Region
-from ascend_parallel.tuning.cost_model.shared_attention import ALL_GATHER as GATHERS
-from ascend_parallel.tuning.cost_model.shared_attention import ALL_TO_ALL, SEND, SharedAttention
+from ascend_parallel.tuning.cost_model.shared_attention import SharedAttention
 
 RECOMPUTE = ("none", "selective", "full")
 # Row-wide tensors that pass through memory: a norm reads 1 and writes 1, a residual reads 2 and writes 1, an
 # activation reads 1 (gated: 2) and writes 1.
 NORM_ACCESSES, RESIDUAL_ACCESSES = 2, 3
-# Bytes that the softmax of written scores moves for each score, forward and backward, in 16 bits. On a GPU the fused
-# kernel reads and writes scores once, and dropout again with a mask of a byte (Megatron-core, fusions/fused_softmax.py,
-# transformer/dot_product_attention.py). On an NPU MindSpeed-LLM's scripts have --no-masked-softmax-fusion and
-# --attention-softmax-in-fp32: cast, mask, softmax and cast run one by one, in fp32.
-SOFTMAX_BYTES = {"cuda": (4 + 5, 5 + 6), "npu": (6 + 8 + 8 + 6, 6 + 12 + 8 + 6), "cpu": (8, 12)}
 # Beyond a fused kernel: tensors that pass through memory, and launches, forward and backward. Rotary embedding
 # (MindSpeed-LLM 1.0.RC3, modellink/core/models/common/embeddings/rotary_pos_embedding.py): "sliced" cuts off the part
 # that is not rotated, which is empty, and appends it; backward writes zeros for it and adds them. "split" runs two
@@ -69,14 +63,14 @@ class TransformerLayerTime:
     def attention(self) -> float:
         """Seconds of attention's forward, with what brings keys to the queries of ranks that share a sequence."""
         if not self.batch.fused_attention:
-            return self._shared(self._written_attention(1, SOFTMAX_BYTES[self.batch.device][0]), FORWARD)
+            return self._shared(self._written_attention(1, device_type(self.batch.device).score_bytes[0]), FORWARD)
         return self._shared(self.kernel, FORWARD)
 
     @cached_property
     def attention_backward(self) -> float:
         """Seconds of attention's backward."""
         if not self.batch.fused_attention:
-            return self._shared(self._written_attention(2, SOFTMAX_BYTES[self.batch.device][1]), BACKWARD)
+            return self._shared(self._written_attention(2, device_type(self.batch.device).score_bytes[1]), BACKWARD)
         return self._shared(ATTENTION_BACKWARD * self.kernel, BACKWARD)
 
     @cached_property
@@ -130,7 +124,7 @@ class TransformerLayerTime:
             return costs.send(nbytes, inside=inside > 1)
         if kind == ALL_TO_ALL:
             return costs.all_to_all(nbytes / batch.cp, batch.cp, inside)
-        return costs.line(ALL_GATHER if kind == GATHERS else REDUCE_SCATTER, nbytes, batch.cp, inside)
+        return costs.line(kind, nbytes, batch.cp, inside)
 
     def _written_attention(self, products: int, softmax: int) -> float:
         """Return the seconds of attention that writes all scores: `products` times two matmuls, and the softmax."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ascend_parallel.devices import device_type
 from ascend_parallel.ops.head_exchange import repeats_of
 from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
@@ -24,9 +25,6 @@ from ascend_parallel.tuning.step_time.runtimes import WIDE
 from ascend_parallel.tuning.step_time.schedule import stages_of
 from ascend_parallel.tuning.step_time.timing import live
 
-# Fused attention keeps a maximum and a sum of each row of scores in fp32; on an NPU eight times each (the shape
-# [B, N, S, 8] of npu_fusion_attention's softmax_max and softmax_sum).
-STATISTICS = {"npu": 2 * 8 * WIDE, "cuda": WIDE, "cpu": WIDE}
 # Tensors that a gated activation keeps, by how it runs (`Batch`): both halves and the product; with single operators
 # the activation before the product; with those of gelu's approximation half of the input, tanh, and one more than tanh.
 GATED = {"fused": 3, "split": 4, "tanh": 7, TORCH: 4}
@@ -55,7 +53,7 @@ def layer_activations(model: Model, batch: Batch, recompute: str, *, sparse: boo
     attended = heads * model.value_dim
     ffn = -(-(model.shared_ffn if sparse else model.ffn) // batch.tp)
     gated, norms = GATED[batch.activation], 2 * own * model.hidden * 2
-    statistics = heads * rows * STATISTICS[batch.device]
+    statistics = heads * rows * device_type(batch.device).statistics * WIDE
     if batch.single_operators:
         # Keys and values are repeated for all heads, and attention's result is copied for the next layer.
         projected, attended = heads * (2 * model.head_dim + model.value_dim), 2 * attended

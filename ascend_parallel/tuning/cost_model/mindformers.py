@@ -8,7 +8,7 @@ YAML's plain types alone, of limited size, each value checked where it is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
@@ -18,7 +18,7 @@ from typing import Any
 from ascend_parallel.ops.key_gather import HEADS
 from ascend_parallel.text import shown
 from ascend_parallel.tuning.cost_model.models import Model, model_of_config
-from ascend_parallel.tuning.cost_model.tables import PlanningError, read_text, require
+from ascend_parallel.tuning.cost_model.tables import PlanningError, need_table, read_text, require
 from ascend_parallel.tuning.step_time.schedule import SPLIT
 
 USED, DIFFERS, NONE, ELSEWHERE = "used", "differs", "none", "elsewhere"
@@ -38,45 +38,33 @@ LEVELS = {"level1": 1, "level2": 2, "level3": 3}
 HALVES = {"bfloat16": "bfloat16", "float16": "float16", "bf16": "bfloat16", "fp16": "float16"}
 FULL = ("float32", "fp32")
 CONFIG = "model.model_config."
-# A model's sizes in the names of MindFormers' older classes, beside those of transformers.
-OLDER_NAMES = {
+FACTOR = "ffn_dim_multiplier"
+ADAPTERS = f"{CONFIG}pet_config"
+STATIC = "static graph"
+DEGREES = {"dp": "mesh dp", "tp": "mesh tp", "cp": "mesh cp, sequence_dim", "ep": "expert_dim"}
+DEGREES["pp"] = "[pipeline] degree"
+# A model's sizes in the names of transformers' config.json, with the names of MindFormers' older classes.
+SIZES = {
+    "model_type": ("type",),
     "num_hidden_layers": ("num_layers", "n_layer"),
     "num_attention_heads": ("num_heads", "n_head"),
-    "num_key_value_heads": ("n_kv_heads",),
+    "num_key_value_heads": ("n_kv_heads", "multi_query_group_num"),
+    "intermediate_size": ("ffn_hidden_size",),
+    "head_dim": ("kv_channels",),
+    "vocab_size": ("padded_vocab_size",),
+    "num_local_experts": ("num_experts", "n_routed_experts", "expert_num"),
+    "num_experts_per_tok": ("num_experts_chosen",),
+    "n_shared_experts": ("shared_expert_num",),
 }
-OLDER_TYPES = {"LlamaConfig": "llama"}
-SIZES = (
-    "model_type",
-    "type",
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_heads",
-    "n_head",
-    "num_key_value_heads",
-    "n_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "n_shared_experts",
-    "shared_expert_intermediate_size",
-    "first_k_dense_replace",
-    "decoder_sparse_step",
-    "moe_layer_freq",
+ALIKE = (
+    *("hidden_size", "multiple_of", "ffn_dim_multiplier", "tie_word_embeddings", "q_lora_rank", "kv_lora_rank"),
+    *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq"),
 )
+SIZES |= dict.fromkeys(ALIKE, ())
+SIZE_PLACES = (CONFIG, "model.", f"{CONFIG}moe_config.", "moe_config.")
+# Decoders with gated MLPs, RMS norms and rotary embeddings, as a Llama.
+OLDER_TYPES = dict.fromkeys(("LlamaConfig", "ChatGLM2Config", "TelechatConfig"), "llama")
 # Keys of parallelism that nothing here stands for, and why or what comes nearest.
 WITHOUT = {
     "parallel_config.seq_split_num": "a sequence is not cut into parts that pass the stages one after the other",
@@ -105,40 +93,33 @@ WITHOUT = {
     "parallelism.pipeline_parallel_layers_per_stage": "stages of about equal work; [pipeline] stages names yours",
     "recompute.exclude_op": "name operators to keep in [recompute] keep",
 }
+WITHOUT |= dict.fromkeys(
+    ("vocab_emb_dp", "parallel_config.vocab_emb_dp"),
+    "the plan chooses the embedding's layout, or weights:... of `operators`",
+)
 # Sections that are not about parallelism, and where what they say goes.
 SECTIONS = {
-    "model": "your model's own code",
-    "optimizer": "the torch optimizer that you pass",
-    "lr_schedule": "torch's scheduler over step.optimizer",
-    "lr_scheduler": "torch's scheduler over step.optimizer",
-    "callbacks": "your training loop",
-    "monitor": "your training loop",
-    "context": "MindSpore's runtime",
-    "checkpoint": "step.save and step.load",
-    "load_checkpoint": "step.load",
-    "resume_training": "step.load",
-    "training": "your training loop",
-    "runner_config": "your training loop",
-    "runner_wrapper": "your training loop",
-    "train_dataset": "your data loader",
-    "train_dataset_task": "your data loader",
-    "eval_dataset": "your data loader",
-    "eval_dataset_task": "your data loader",
-    "processor": "your data loader",
+    section: where
+    for where, sections in {
+        "your model's own code": ("model",),
+        "the torch optimizer that you pass": ("optimizer",),
+        "torch's scheduler over step.optimizer": ("lr_schedule", "lr_scheduler"),
+        "MindSpore's runtime": ("context",),
+        "step.save and step.load": ("checkpoint",),
+        "step.load": ("load_checkpoint", "resume_training"),
+        "your training loop": ("callbacks", "monitor", "training", "runner_config", "runner_wrapper"),
+        "your data loader": (
+            *("train_dataset", "train_dataset_task", "eval_dataset", "eval_dataset_task", "processor"),
+        ),
+    }.items()
+    for section in sections
 }
 OTHER_SECTION = "your script"
 PARALLEL = (
-    "parallel",
-    "parallel_config",
-    "moe_config",
-    "recompute_config",
-    "swap_config",
-    "micro_batch_interleave_num",
-    "parallelism",
-    "recompute",
-    "recompute_comm",
-    "swap",
+    *("parallel", "parallel_config", "moe_config", "recompute_config", "swap_config", "micro_batch_interleave_num"),
+    *("parallelism", "recompute", "recompute_comm", "swap"),
 )
+TRAINS = (None, "train", "finetune")
 
 
 @dataclass(frozen=True)
@@ -194,10 +175,7 @@ class MindFormersRun:
     micro_batch: int
     sequence: int | None
     sequence_parallel: bool
-    stage_layers: tuple[int, ...]
     recompute_all: bool
-    recomputed: tuple[int, ...]
-    recomputed_ranges: tuple[str, ...]
     recomputed_collectives: bool
     zero_stage: int
     amp: Mapping[str, Any]
@@ -205,6 +183,9 @@ class MindFormersRun:
     memory: str | None
     config: Mapping[str, Any]
     keys: tuple[KeyUse, ...] = field(repr=False)
+    stage_layers: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
+    recomputed_ranges: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -221,9 +202,29 @@ class MindFormersRun:
         """Whether layers are recomputed."""
         return self.recompute_all or self.most_recomputed > 0 or bool(self.recomputed_ranges)
 
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that share experts here: replicas alone, also where MindFormers lays experts over dp and tp."""
+        return min(self.ep, self.dp)
+
     def model(self) -> Model:
         """Return the model of the file; raises `PlanningError` for one that `predict` does not know."""
-        return model_of_config(dict(self.config), Path(self.path).stem, f"{self.path}, model.model_config")
+        try:
+            return model_of_config(dict(self.config), Path(self.path).stem, f"{self.path}, model.model_config")
+        except PlanningError as error:
+            raise PlanningError(f"{error}; or give --model or --model-file beside --mindformers") from error
+
+    def notes(self, model: Model) -> list[str]:
+        """Return what the prediction of `model` has otherwise than the file; refuses ranks of experts it has not."""
+        name = "parallel_config.expert_parallel" if self.dialect == STATIC else "parallelism.expert_parallel"
+        require(f"{self.path}: {name}", self.ep, bool(self.ep == 1 or model.experts), f"1: {model.name} has no experts")
+        found = []
+        if self.expert_ranks < self.ep:
+            ranks = f"{self.expert_ranks} ranks in place of {self.ep}"
+            found.append(f"experts over {ranks} ({name}): time and memory are of another layout than the file's")
+        if any(use.key.startswith(ADAPTERS) for use in self.keys):
+            found.append("the file trains adapters (pet_config): time and memory are of a training of all weights")
+        return found
 
     def tables(self, layers: str = "layers", *, named: bool = False) -> dict[str, Any]:
         """Return the tables of a `Strategy`.
@@ -255,7 +256,8 @@ class MindFormersRun:
         if self.pp > 1:
             pipeline |= {"degree": self.pp, "schedule": self.schedule, "virtual_stages": self.virtual_stages}
             if self.stage_layers:
-                pipeline["stages"] = dict(zip(_ranges(layers, self.stage_layers), _numbers(self), strict=True))
+                parts = _ranges(layers, self.stage_layers)
+                pipeline["stages"] = {part: stage for stage, part in enumerate(parts)}
         tables["pipeline"] = pipeline
         if self.recomputes:
             tables["recompute"] = {
@@ -285,7 +287,7 @@ class MindFormersRun:
         return [_range(layers, first, count) for first, count in pairs if count]
 
     def report(self, *, used: bool = True) -> str:
-        """Return what became of each key, as text: a line for each key about parallelism, then the other sections.
+        """Return the use of each key, as text: a line for each key about parallelism, then the other sections.
 
         used: False leaves out the keys that have the same meaning here.
         """
@@ -306,7 +308,7 @@ class MindFormersRun:
         return "\n".join(lines)
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """Return what became of each key, as plain values."""
+        """Return the use of each key, as plain values."""
         return [{**vars(use), "value": _plain(use.value)} for use in self.keys]
 
 
@@ -321,6 +323,8 @@ def read_mindformers(path: str | Path, ranks: int | None = None) -> MindFormersR
     """
     place = str(path)
     tables = _parsed(read_text(Path(path), place), place)
+    mode = tables.get("run_mode")
+    require(f"{place}: run_mode", mode, mode in TRAINS, "the file of a training (train, finetune), not of inference")
     keys = _Keys(place, tables)
     run = _pynative(keys, tables, ranks) if "parallelism" in tables else _static(keys, ranks)
     if ranks not in (None, run.ranks):
@@ -344,6 +348,10 @@ class _Keys:
         if given or use == DIFFERS:
             self.uses.append(KeyUse(key, value, use, words, given))
 
+    def correct(self, key: str, use: str, words: str) -> None:
+        """Note something else of a key that was noted."""
+        self.uses = [replace(each, use=use, words=words) if each.key == key else each for each in self.uses]
+
     def count(self, key: str, words: str, default: int = 1, least: int = 1, most: int = MOST_ROWS) -> int:
         """Return a whole number, and note its use."""
         value = self.unread.get(key, default)
@@ -366,6 +374,14 @@ class _Keys:
         self.check(key, value, plain and value in allowed, f"one of {', '.join(map(str, allowed))}")
         self.say(key, USED, words)
         return value
+
+    def number(self, key: str, words: str, default: float, *, zero: bool = False) -> float:
+        """Return a number above 0, or 0 too, and note its use."""
+        value = self.unread.get(key, default)
+        allowed = type(value) in (int, float) and 0 <= value < inf and (zero or value > 0)
+        self.check(key, value, allowed, "a number of 0 or more" if zero else "a number above 0")
+        self.say(key, USED, words)
+        return float(value)
 
     def check(self, key: str, value: object, allowed: bool, expected: str) -> None:
         """Raise `PlanningError` with file, key and value unless `allowed`."""
@@ -416,7 +432,7 @@ def _parsed(text: str, place: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
         raise PlanningError(f"{place} is no valid YAML: {words[:300]}") from error
-    require(f"{place}: content", type(values).__name__, isinstance(values, dict), "tables of a MindFormers run")
+    need_table(place, values, "tables of a MindFormers run")
     result: dict[str, Any] = values
     return result
 
@@ -443,34 +459,36 @@ def _leaves(tables: Mapping[str, Any], place: str) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def _degrees(keys: _Keys, section: str, names: Iterable[str], words: Iterable[str]) -> list[int]:
+    return [keys.count(f"{section}.{name}", word, most=MOST_RANKS) for name, word in zip(names, words, strict=True)]
+
+
+def _flat(value: Any) -> list[Any]:
+    """Return a value, a list, or the values of a list of lists, as one list."""
+    rows = value if isinstance(value, list) else [value]
+    return [count for row in rows for count in (row if isinstance(row, list) else [row])]
+
+
 def _static(keys: _Keys, ranks: int | None) -> MindFormersRun:
     """Return the run of a file for the static graph."""
     parallel = keys.flag("use_parallel", "several ranks, or one", default=True)
     mode_value = keys.name("parallel.parallel_mode", "the mode", (*MODES, *MODE_NAMES), 0 if not parallel else 1)
     mode = MODES[MODE_NAMES.get(mode_value, mode_value)] if parallel else "data"
-    degrees = {
-        name: keys.count(f"parallel_config.{key}", words, most=MOST_RANKS)
-        for name, key, words in (
-            ("dp", "data_parallel", "mesh dp"),
-            ("tp", "model_parallel", "mesh tp"),
-            ("cp", "context_parallel", "mesh cp, sequence_dim"),
-            ("ep", "expert_parallel", "expert_dim"),
-            ("pp", "pipeline_stage", "[pipeline] degree"),
-        )
-    }
+    names = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+    degrees = dict(zip(DEGREES, _degrees(keys, "parallel_config", names, DEGREES.values()), strict=True))
     if mode == "data":
         words = "parallel_mode 0 has data parallelism alone" if parallel else "use_parallel=False is one rank"
         keys.uses = [replace(use, use=NONE, words=words) if _is_degree(use, parallel) else use for use in keys.uses]
         degrees = dict.fromkeys(degrees, 1) | {"dp": (ranks or degrees["dp"]) if parallel else 1}
     dp, tp, pp = degrees["dp"], degrees["tp"], degrees["pp"]
     _check_mean(keys, mode, dp)
-    _check_experts(keys, degrees)
+    _check_experts(keys, "parallel_config.expert_parallel", dp, tp, degrees["ep"])
     sequence_parallel = keys.flag("parallel_config.use_seq_parallel", "predict; in a Strategy the search chooses it")
     micro_batch = keys.count("runner_config.batch_size", "sequences of a micro-batch")
     merged = keys.count("runner_config.gradient_accumulation_steps", "micro-batches without a pipeline")
     interleaved = keys.count("micro_batch_interleave_num", "the batch has so many times the sequences")
     if interleaved > 1:
-        keys.uses[-1] = KeyUse("micro_batch_interleave_num", interleaved, NONE, "the batch has so many times the rows")
+        keys.correct("micro_batch_interleave_num", NONE, "the batch has so many times the rows")
     stage_batches = keys.count("parallel_config.micro_batch_num", "[pipeline] micro_batches with a pipeline")
     micro_batches = stage_batches if pp > 1 else merged
     virtual, schedule = _static_schedule(keys, pp)
@@ -486,9 +504,9 @@ def _static(keys: _Keys, ranks: int | None) -> MindFormersRun:
         words = f"[sharding] over the {dp // degrees['ep']} ranks of dp beside ep"
         _differs(keys, "parallel.enable_parallel_optimizer", True, True, words)
     _data(keys)
-    return MindFormersRun(
-        path=keys.place,
-        dialect="static graph",
+    return _run(
+        keys,
+        dialect=STATIC,
         mode=mode,
         **degrees,
         exchange=_exchange(keys, "parallel_config.context_parallel_algo", "ulysses_cp", degrees["cp"]),
@@ -497,20 +515,21 @@ def _static(keys: _Keys, ranks: int | None) -> MindFormersRun:
         micro_batches=micro_batches,
         batch=micro_batch * dp * micro_batches * interleaved,
         micro_batch=micro_batch,
-        sequence=_length(keys),
         sequence_parallel=sequence_parallel,
         stage_layers=stage_layers,
         recompute_all=recompute_all,
         recomputed=recomputed,
-        recomputed_ranges=(),
         recomputed_collectives=again and (recompute_all or any(recomputed)),
         zero_stage=zero,
-        amp=_amp(keys),
         max_norm=_static_norm(keys),
-        memory=_memory(keys),
         config=config,
-        keys=_finished(keys, tp, mode),
     )
+
+
+def _run(keys: _Keys, **read: Any) -> MindFormersRun:
+    """Return the run of what a dialect has `read`, with what both read alike."""
+    read |= {"path": keys.place, "sequence": _length(keys), "amp": _amp(keys), "memory": _memory(keys)}
+    return MindFormersRun(**read, keys=_finished(keys, read["tp"], read["mode"]))
 
 
 def _is_degree(use: KeyUse, parallel: bool) -> bool:
@@ -526,15 +545,12 @@ def _finished(keys: _Keys, tp: int, mode: str) -> tuple[KeyUse, ...]:
             '"auto", which searches them'
         )
         _differs(keys, "parallel.parallel_mode", mode, mode, words)
-    for key, words in (
-        ("vocab_emb_dp", "the plan chooses the embedding's layout, or weights:... of `operators`"),
-        ("parallel_config.vocab_emb_dp", "the plan chooses the embedding's layout, or weights:... of `operators`"),
-    ):
-        keys.say(key, NONE, words)
     for key in [name for name in keys.unread if name.startswith(("recompute_config.select", "recompute.select"))]:
         off = keys.unread[key] is False or keys.unread[key] is None
         words = "off" if off else "MindFormers' module paths and operators: name yours in [recompute] modules"
         keys.say(key, USED if off else NONE, words)
+    for key in [name for name in keys.unread if name.startswith(ADAPTERS)]:
+        keys.say(key, DIFFERS, "the plan is of a training of all weights")
     for key in [name for name in keys.unread if name.startswith(("swap", "recompute_config.swap"))]:
         keys.say(key, NONE, "activations stay on the device, or are recomputed")
     return keys.finish()
@@ -544,11 +560,10 @@ def _differs(keys: _Keys, key: str, value: object, when: object, words: str) -> 
     """Note that a value, given or the default, differs from the default here."""
     if value != when:
         return
-    for place, use in enumerate(keys.uses):
-        if use.key == key:
-            keys.uses[place] = KeyUse(key, use.value, DIFFERS, words)
-            return
-    keys.uses.append(KeyUse(key, value, DIFFERS, words, given=False))
+    if any(use.key == key for use in keys.uses):
+        keys.correct(key, DIFFERS, words)
+    else:
+        keys.uses.append(KeyUse(key, value, DIFFERS, words, given=False))
 
 
 def _check_mean(keys: _Keys, mode: str, dp: int) -> None:
@@ -562,15 +577,13 @@ def _check_mean(keys: _Keys, mode: str, dp: int) -> None:
         )
 
 
-def _check_experts(keys: _Keys, degrees: Mapping[str, int]) -> None:
+def _check_experts(keys: _Keys, key: str, dp: int, tp: int, ep: int) -> None:
     """Say how experts lie; refuse a number of ranks that neither divides the replicas nor is made of them."""
-    dp, tp, ep = degrees["dp"], degrees["tp"], degrees["ep"]
-    key = "parallel_config.expert_parallel"
     fits = dp % ep == 0 or (ep % dp == 0 and (dp * tp) % ep == 0)
-    keys.check(key, ep, fits, f"a divisor of data_parallel={dp}, or a multiple of it that divides {dp * tp}")
+    keys.check(key, ep, fits, f"a divisor of the {dp} replicas, or a multiple of them that divides {dp * tp}")
     words = f"MindFormers lays experts over dp and tp: here over dp={dp}, each divided along tp where that costs less"
     if ep > 1 and dp % ep:
-        keys.uses = [KeyUse(key, ep, DIFFERS, words) if use.key == key else use for use in keys.uses]
+        keys.correct(key, DIFFERS, words)
 
 
 def _static_schedule(keys: _Keys, pp: int) -> tuple[int, str]:
@@ -586,7 +599,7 @@ def _static_schedule(keys: _Keys, pp: int) -> tuple[int, str]:
     schedule = "interleaved_1f1b" if virtual > 1 else plain
     if scheduler in SEQUENCE_SCHEDULES or (scheduler == "gpipe" and virtual > 1):
         words = f"{schedule} in its place: the numbers of a step do not change, its bubble and memory do"
-        keys.uses = [KeyUse(key, scheduler, NONE, words) if use.key == key else use for use in keys.uses]
+        keys.correct(key, NONE, words)
     return virtual, schedule
 
 
@@ -594,8 +607,7 @@ def _stage_layers(keys: _Keys, config: Mapping[str, Any], pp: int, virtual: int,
     """Return the layers of each stage by `offset`: layers // stages + offset; () where nothing is offset."""
     key = f"{CONFIG}offset"
     offset = keys.unread.get(key, 0)
-    rows = offset if isinstance(offset, list) and all(isinstance(row, list) for row in offset) and offset else [offset]
-    flat = [count for row in rows for count in (row if isinstance(row, list) else [row])]
+    flat = _flat(offset)
     whole = all(type(count) is int and abs(count) <= MOST_ROWS for count in flat)
     keys.check(key, offset, whole, "0, a number for each stage, or a list of these for each virtual stage")
     if not any(flat) or pp == 1:
@@ -608,11 +620,22 @@ def _stage_layers(keys: _Keys, config: Mapping[str, Any], pp: int, virtual: int,
     keys.check(key, offset, len(flat) == stages, f"{stages} numbers: {virtual} virtual stages of {pp} ranks")
     keys.check(f"{CONFIG}num_hidden_layers", layers, type(layers) is int, "the number of layers, beside an offset")
     assert isinstance(layers, int)
-    counts = tuple(layers // stages + count for count in flat)
-    fits = min(counts) >= 1 and sum(counts) == layers
-    keys.check(key, offset, fits, f"numbers that leave 1 layer or more to each stage, and {layers} together")
+    for more in (0, *_predicted_ahead(keys)):  # those stand in the last stage
+        counts = [(layers + more) // stages + count for count in flat]
+        fits = sum(counts) == layers + more
+        counts[-1] -= more
+        if fits and min(counts) >= 1:
+            break
+    else:
+        keys.check(key, offset, False, f"numbers that leave 1 layer or more to each stage, and {layers} together")
     keys.say(key, USED, f"[pipeline] stages of {', '.join(map(str, counts))} layers")
-    return counts
+    return tuple(counts)
+
+
+def _predicted_ahead(keys: _Keys) -> list[int]:
+    """Return the layers that predict further tokens (`mtp_depth`), which an offset may count."""
+    depths = [keys.unread.get(f"{CONFIG}{name}") for name in ("mtp_depth", "num_nextn_predict_layers")]
+    return [depth for depth in depths if type(depth) is int and 0 < depth <= MOST_ROWS]
 
 
 def _static_recompute(keys: _Keys, stages: int, config: Mapping[str, Any]) -> tuple[bool, tuple[int, ...]]:
@@ -622,8 +645,7 @@ def _static_recompute(keys: _Keys, stages: int, config: Mapping[str, Any]) -> tu
     if isinstance(value, bool):
         keys.say(key, USED, "[recompute] modules: all layers" if value else "off")
         return value, ()
-    flat = value if isinstance(value, list) else [value]
-    flat = [count for row in flat for count in (row if isinstance(row, list) else [row])]
+    flat = _flat(value)
     fits = len(flat) == stages and all(type(count) is int and 0 <= count <= MOST_ROWS for count in flat)
     keys.check(key, value, fits, f"True, False, or a number of layers for each of {stages} stages")
     layers = config.get("num_hidden_layers")
@@ -647,12 +669,8 @@ def _static_zero(keys: _Keys, dp: int) -> int:
 
 def _static_norm(keys: _Keys) -> float | None:
     clip = keys.flag("runner_wrapper.use_clip_grad", "max_norm")
-    key = "runner_wrapper.max_grad_norm"
-    norm = keys.unread.get(key, 1.0)
-    number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and 0 < norm < inf
-    keys.check(key, norm, number, "a number above 0")
-    keys.say(key, USED, "max_norm")
-    return float(norm) if clip else None
+    norm = keys.number("runner_wrapper.max_grad_norm", "max_norm", 1.0)
+    return norm if clip else None
 
 
 def _data(keys: _Keys) -> None:
@@ -710,24 +728,41 @@ _HELD = (f"{CONFIG}params_dtype", f"{CONFIG}param_init_type")
 def _config(keys: _Keys) -> dict[str, Any]:
     """Return the model's sizes in the names of transformers' config.json."""
     config: dict[str, Any] = {}
-    for name in SIZES:
-        for key in (f"{CONFIG}{name}", f"model.{name}"):
+    for name, others in SIZES.items():
+        for key in (f"{place}{each}" for each in (name, *others) for place in SIZE_PLACES):
             if key not in keys.unread:
                 continue
             value = keys.unread[key]
-            plain = value is None or isinstance(value, (int, str))
+            plain = value is None or isinstance(value, (int, str)) or (name == FACTOR and isinstance(value, float))
             keys.check(key, value, plain and len(str(value)) < 100, "a whole number, a flag or a name")
             if value is not None:
                 config.setdefault(name, value)
             keys.say(key, USED, "a size of the model, for predict and plan-training")
-    for name, others in OLDER_NAMES.items():
-        for other in others:
-            if other in config:
-                config.setdefault(name, config.pop(other))
-    kind = config.pop("type", None)
-    if kind in OLDER_TYPES:
-        config.setdefault("model_type", OLDER_TYPES[kind])
+    if config.get("num_local_experts") == 1:  # MindFormers' word for a dense model
+        del config["num_local_experts"]
+    elif any(use.key.endswith(".expert_num") for use in keys.uses):
+        config.setdefault("num_experts_per_tok", 1)  # MindFormers' default
+    if isinstance(config.get("first_k_dense_replace"), bool):
+        del config["first_k_dense_replace"]
+    multiple, factor = config.pop("multiple_of", 256), config.pop(FACTOR, None)
+    if config.get("model_type") == "LlamaConfig" and "intermediate_size" not in config:
+        config["intermediate_size"] = _inner_width(keys, config.get("hidden_size"), multiple, factor)
+    if (kind := config.get("model_type")) in OLDER_TYPES:
+        config["model_type"] = OLDER_TYPES[kind]
     return config
+
+
+def _inner_width(keys: _Keys, hidden: Any, multiple: Any, factor: Any) -> int | None:
+    """Return the width of a Llama's MLP that gives none: 2 / 3 of 4 x hidden x factor, rounded up to a multiple."""
+    if hidden is None:
+        return None
+    for name, value in (("hidden_size", hidden), ("multiple_of", multiple)):
+        whole = type(value) is int and 1 <= value <= MOST_ROWS
+        keys.check(f"{CONFIG}{name}", value, whole, f"a whole number from 1 to {MOST_ROWS}")
+    number = factor is None or (type(factor) in (int, float) and 0 < factor <= MOST_RANKS)
+    keys.check(f"{CONFIG}{FACTOR}", factor, number, "a number above 0")
+    width = int(2 * (int((factor + 0.01) * 4 * hidden) if factor is not None else 4 * hidden) / 3)
+    return int(multiple * -(-width // multiple))
 
 
 def _ranges(layers: str, counts: Sequence[int]) -> list[str]:
@@ -737,10 +772,6 @@ def _ranges(layers: str, counts: Sequence[int]) -> list[str]:
 
 def _range(layers: str, first: int, count: int) -> str:
     return f"{layers}.{first}" if count == 1 else f"{layers}.{first}-{first + count - 1}"
-
-
-def _numbers(run: MindFormersRun) -> range:
-    return range(run.pp * run.virtual_stages)
 
 
 def _plain(value: Any) -> Any:
@@ -759,15 +790,8 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
     """Return the run of a file for PyNative, whose replicas are the ranks that its other degrees leave."""
     section = tables["parallelism"]
     keys.check("parallelism", section, isinstance(section, dict), "a table of degrees")
-    tp, cp, ep, pp = (
-        keys.count(f"parallelism.{key}", words, most=MOST_RANKS)
-        for key, words in (
-            ("tensor_parallel", "mesh tp"),
-            ("context_parallel", "mesh cp, sequence_dim"),
-            ("expert_parallel", "expert_dim"),
-            ("pipeline_parallel", "[pipeline] degree"),
-        )
-    )
+    names = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+    tp, cp, ep, pp = _degrees(keys, "parallelism", names, list(DEGREES.values())[1:])
     key = "parallelism.data_parallel_shard"
     shard = keys.count(key, "[sharding] zero_stage 3 over dp, or 0 for 1", default=-1, least=-1, most=MOST_RANKS)
     keys.check(key, shard, shard != 0, "-1 for all replicas, or a number from 1")
@@ -785,8 +809,8 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
     micro = "parallelism.pipeline_parallel_microbatch_size"
     keys.say(micro, NONE, "MindFormers overwrites it too: the micro-batches are those of the batch")
     virtual = keys.count("parallelism.pipeline_parallel_interleave_num", "[pipeline] virtual_stages", most=1024)
-    names = ("1f1b", "interleaved_1f1b", "gpipe")
-    schedule = keys.name("parallelism.pipeline_parallel_schedule", "[pipeline] schedule", names, "1f1b")
+    known = ("1f1b", "interleaved_1f1b", "gpipe")
+    schedule = keys.name("parallelism.pipeline_parallel_schedule", "[pipeline] schedule", known, "1f1b")
     virtual = virtual if pp > 1 else 1
     schedule = "interleaved_1f1b" if virtual > 1 else ("1f1b" if schedule == "interleaved_1f1b" else schedule)
     config = _config(keys)
@@ -799,19 +823,13 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
     _differs(
         keys, "parallelism.disable_gradient_division", mean, False, "the mean over the global batch, as always here"
     )
-    norm = keys.unread.get("training.max_norm", 1.0)
-    number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and 0 <= norm < inf
-    keys.check("training.max_norm", norm, number, "a number of 0 or more")
-    keys.say("training.max_norm", USED, "max_norm; 0: none")
-    if "training.max_norm" not in {use.key for use in keys.uses}:
-        keys.uses.append(
-            KeyUse("training.max_norm", 1.0, DIFFERS, "gradients are clipped; here by max_norm", given=False)
-        )
+    if "training.max_norm" not in keys.unread:
+        keys.say("training.max_norm", DIFFERS, "gradients are clipped; here by max_norm", 1.0)
+    norm = keys.number("training.max_norm", "max_norm; 0: none", 1.0, zero=True)
     sequence_parallel = keys.flag("parallelism.sequence_parallel", "predict; in a Strategy the search chooses it")
-    experts_fit = dp % ep == 0 or (ep % dp == 0 and (dp * tp) % ep == 0)
-    keys.check("parallelism.expert_parallel", ep, experts_fit, f"a divisor of the {dp} replicas, or of {dp * tp} ranks")
-    return MindFormersRun(
-        path=keys.place,
+    _check_experts(keys, "parallelism.expert_parallel", dp, tp, ep)
+    return _run(
+        keys,
         dialect="PyNative",
         mode="semi_auto",
         dp=dp,
@@ -825,19 +843,13 @@ def _pynative(keys: _Keys, tables: Mapping[str, Any], ranks: int | None) -> Mind
         micro_batches=batch // (dp * local),
         batch=batch,
         micro_batch=local,
-        sequence=_length(keys),
         sequence_parallel=sequence_parallel,
-        stage_layers=(),
         recompute_all=all_layers,
-        recomputed=(),
         recomputed_ranges=ranges,
         recomputed_collectives=again and (all_layers or bool(ranges)),
         zero_stage=0 if shard == 1 else 3,
-        amp=_amp(keys),
-        max_norm=float(norm) or None,
-        memory=_memory(keys),
+        max_norm=norm or None,
         config=config,
-        keys=_finished(keys, tp, "semi_auto"),
     )
 
 

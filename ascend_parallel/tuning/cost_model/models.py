@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ascend_parallel.ops.call import Matmul
 from ascend_parallel.ops.key_gather import EXCHANGES, HEADS
-from ascend_parallel.ops.problem import Problem
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
-from ascend_parallel.tuning.cost_model.tables import lookup, parse_toml, read_text, require
+from ascend_parallel.tuning.cost_model.tables import lookup, need_keys, parse_toml, read_text, require
 from ascend_parallel.tuning.cost_model.transformers_config import dimensions_of, dimensions_of_config
 
 # How a planned model runs what surrounds its matmuls (`Batch`).
@@ -185,10 +185,10 @@ class ModelLinear:
         """The columns of each product."""
         return self.widths or (self.shape.n,)
 
-    def problem(self, direction: str) -> Problem | None:
+    def matmul(self, direction: str) -> Matmul | None:
         """Return the operator of "forward" or "backward"; None if it has no collective."""
         operator = self.shape.operator(direction) if self.shape.ranks > 1 else None
-        return operator and operator.problem
+        return operator and operator.matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,8 +339,7 @@ def _model(name: str, values: Mapping[str, Any], place: str) -> Model:
     known = [f.name for f in fields(Model)]
     for key in values:
         require(f"{place}: key", key, key in known, ", ".join(known))
-    missing = [key for key in DIMENSIONS if key not in values]
-    require(f"{place}: missing keys", missing, not missing, ", ".join(DIMENSIONS))
+    need_keys(place, values, DIMENSIONS)
     return Model(**({"name": name, "title": name, "source": place} | dict(values)))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
-from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, GATHER, CostModel
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.tuning.cost_model.cost import ELEMENTWISE_BACKWARD, CostModel
 from ascend_parallel.tuning.cost_model.layer_passes import LinearPass
 from ascend_parallel.tuning.cost_model.models import Batch
 
@@ -147,7 +147,7 @@ class Region:
                 lanes.run(self._part(self._tail, rows), ready)
 
     def _rows_of_proj(self, lanes: Lanes) -> Callable[[int], float]:
-        """Return what gives the end of a chunk's collective; with sequence parallelism proj sends one chunk ahead."""
+        """Return ``end(chunk)`` of a chunk's collective; with sequence parallelism proj sends a chunk ahead."""
         reduced: list[float] = []
 
         def end(index: int) -> float:
@@ -259,7 +259,7 @@ class Region:
         """Return the seconds of the gather of the matmul's input, or of rows as wide as its outputs."""
         _, k, n, item = _shape(part)
         size = rows * self._blocks * (n if outputs else k) * item
-        return self._costs.collective(GATHER, size, part.shape.ranks, whole=self._whole)
+        return self._costs.collective(ALL_GATHER, size, part.shape.ranks, whole=self._whole)
 
     def _part(self, work: Elementwise, rows: int) -> float:
         return work.seconds * rows / self._rows + work.launches * self._costs.hardware.matmul.launch

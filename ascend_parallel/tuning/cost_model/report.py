@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ascend_parallel.ops.problem import EXPERT_EXCHANGE
+from ascend_parallel.ops.call import EXPERT_EXCHANGE
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
 from ascend_parallel.text import dtype_name, size_of
 from ascend_parallel.text.tables import FittedTable, terminal_table
@@ -90,7 +90,9 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
         "micro_batch": batch.micro_batch,
         "micro_batches": layout.micro_batches,
         "sequence_parallel": batch.sequence_parallel,
+        "schedule": layout.schedule if layout.pp > 1 else None,
         "recompute": layout.recompute,
+        "recompute_layers": layout.recompute_layers,
         "dtype": dtype_name(batch.dtype),
         "assumed": assumed,
         "rounded_up": uneven_splits(model, batch),
@@ -105,20 +107,24 @@ def predict(model: Model, batch: Batch, layout: Layout, hardware: Hardware) -> d
 def show(prediction: dict[str, Any], console: Console) -> None:
     """Print a prediction as tables."""
     mode = "sequence parallel" if prediction["sequence_parallel"] else "all-reduce"
+    mode = mode if prediction["tp"] > 1 else "no layer is split"
     console.print(
         f"{prediction['model']} ({_sizes(prediction)}) on {prediction['hardware']}, "
         f"TP {prediction['tp']} x CP {prediction['cp']}{_context(prediction)} x "
-        f"DP {prediction['dp']} x PP {prediction['pp']} = "
+        f"DP {prediction['dp']} x PP {prediction['pp']}{_pipeline(prediction)} = "
         f"{prediction['ranks']} ranks, {_experts(prediction)}{mode}, "
         f"sequence {prediction['sequence']}, micro-batch {prediction['micro_batch']}, {prediction['dtype']}, "
-        f"recompute {prediction['recompute']}",
+        f"recompute {_recompute(prediction)}",
         markup=False,
     )
     for words in prediction["rounded_up"]:
         console.print(f"note: not divisible, so rounded up: {words}", markup=False)
-    console.print(_calls_table(prediction["calls"]))
-    console.print(_totals_table(prediction))
-    console.print(LEGEND, markup=False)
+    if any(layer["gain"] for layer in prediction["layer"].values()):
+        console.print(_calls_table(prediction["calls"]))
+        console.print(_totals_table(prediction))
+        console.print(LEGEND, markup=False)
+    else:
+        console.print(_without_gain(prediction), markup=False)
     for words in summary(prediction):
         console.print(words, markup=False)
 
@@ -134,6 +140,17 @@ def _context(prediction: dict[str, Any]) -> str:
         return ""
     groups = f", {prediction['cp_groups']} groups" if prediction["cp_groups"] > 1 else ""
     return f" ({prediction['cp_exchange']}{groups})"
+
+
+def _pipeline(prediction: dict[str, Any]) -> str:
+    """Return the schedule of a pipeline in words; "": there is none."""
+    return "" if prediction["pp"] == 1 else f" ({prediction['schedule']}, {prediction['micro_batches']} micro-batches)"
+
+
+def _recompute(prediction: dict[str, Any]) -> str:
+    layers = prediction["recompute_layers"]
+    every = prediction["recompute"] == "none" or not layers
+    return str(prediction["recompute"]) if every else f"{prediction['recompute']}, {layers} layers a stage"
 
 
 def _experts(prediction: dict[str, Any]) -> str:
@@ -154,6 +171,7 @@ def summary(prediction: dict[str, Any]) -> list[str]:
         f"{rates_in_words(verdict['tokens_per_second_per_card'], 'tokens', verdict['mfu'])}. "
         f"The slowest of {prediction['ranks']} cards computes {verdict['slowest']:.1%} slower than the mean. "
         "Assumed: no broken card, no time of the host beside the launches",
+        *(f"note: {note}" for note in prediction.get("notes", ())),
         f"collectives inside a layer, forward and backward: {_ms(verdict['exposed'])} ms exposed, "
         f"{_ms(verdict['communication'] - verdict['exposed'])} ms hidden; serial: {_ms(verdict['exposed_serial'])} ms "
         "exposed",
@@ -180,7 +198,7 @@ def sizes_in_words(sizes: tuple[int, ...]) -> str:
 
 
 def _call(part: LinearPass) -> dict[str, Any]:
-    shape, problem, best = part.shape, part.problem, part.best
+    shape, matmul, best = part.shape, part.beside, part.best
     k, n = (shape.k, shape.n) if part.direction == FORWARD else (shape.n, shape.k)
     return {
         "layer": part.linear.name,
@@ -189,7 +207,7 @@ def _call(part: LinearPass) -> dict[str, Any]:
         "m": shape.rows,
         "k": k,
         "n": n,
-        "rows": problem.rows if problem else None,
+        "rows": matmul.rows if matmul else None,
         "computation": part.computation,
         "communication": part.communication,
         "in_turn": part.in_turn,
@@ -320,6 +338,16 @@ def _calls_table(calls: list[dict[str, Any]]) -> FittedTable:
     ]
     heads = ("layer", "pass", "operator", *figures, "rows of each chunk")
     return terminal_table("per layer and direction, milliseconds", heads, rows, right=range(3, 3 + len(figures)))
+
+
+def _without_gain(prediction: dict[str, Any]) -> str:
+    """Say the times of all schedules where they are the same."""
+    layer, step = prediction["layer"]["best"], prediction["step"]["best"]
+    return (
+        f"no schedule of chunks gains anything: no collective runs beside a matmul. Layer: forward "
+        f"{_ms(layer['forward'])} ms, backward {_ms(layer['backward'])} ms; step: {_ms(step['total'])} ms, "
+        f"{step['tokens_per_second']:.0f} tokens/s. docs/predict.md has the model's formulas and sources"
+    )
 
 
 def _totals_table(prediction: dict[str, Any]) -> FittedTable:

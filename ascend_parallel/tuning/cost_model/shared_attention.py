@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ascend_parallel.ops.head_exchange import repeats_of
 from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, HEADS
 from ascend_parallel.overlap.layer_shape import BACKWARD, FORWARD
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, SEND
 
 # The kinds of collectives, as a plan names them.
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = "all_gather", "reduce_scatter", "all_to_all", "send"
 # The numbers of groups that are compared where none is given.
 GROUPS = (1, 2, 4)
 

@@ -9,28 +9,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from ascend_parallel.ops.problem import ALL_REDUCE, REDUCE_SCATTER
-from ascend_parallel.tuning.cost_model.cost import GATHER, CostModel, ranks_in_domain
+from ascend_parallel.devices import device_type
+from ascend_parallel.process_groups.collectives import ALL_REDUCE
+from ascend_parallel.tuning.cost_model.cost import CostModel, ranks_in_domain
 from ascend_parallel.tuning.cost_model.layer_passes import ChunkSchedule
 from ascend_parallel.tuning.cost_model.layers import RECOMPUTE, EmbeddingAndLogitsTime, TransformerLayerTime
 from ascend_parallel.tuning.cost_model.models import TORCH, Batch, Model
 from ascend_parallel.tuning.cost_model.tables import require
-from ascend_parallel.tuning.step_time import replicas
 from ascend_parallel.tuning.step_time.rank_bytes import ZERO_STAGES
 from ascend_parallel.tuning.step_time.replicas import Numbers, ReplicatedState, Weights
 from ascend_parallel.tuning.step_time.runtimes import MEGATRON, WIDE, Runtime
 from ascend_parallel.tuning.step_time.schedule import stages_of
 from ascend_parallel.tuning.step_time.step import StepTimes, StepWork, time_step
-
-# The operators of collectives over replicas.
-OPERATORS = {
-    replicas.ALL_REDUCE: ALL_REDUCE,
-    replicas.REDUCE_SCATTER: REDUCE_SCATTER,
-    replicas.ALL_GATHER: GATHER,
-}
-# Devices whose frameworks add a micro-batch's gradient to its fp32 sum inside the matmul (Megatron-core's
-# gradient_accumulation_fusion needs a CUDA extension; MindSpeed-LLM's scripts switch it off).
-FUSED_ACCUMULATION = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +54,8 @@ class Layout:
         """Refuse values that are not allowed."""
         for option in ("dp", "pp", "micro_batches", "virtual_stages"):
             require(option, getattr(self, option), getattr(self, option) >= 1, "a whole number of 1 or more")
+        alone = self.pp > 1 or self.virtual_stages == 1
+        require("--virtual-stages", self.virtual_stages, alone, "1 with --pp 1: one stage has no pipeline")
         require("recompute_layers", self.recompute_layers, self.recompute_layers >= 0, "a whole number of 0 or more")
         require("--recompute", self.recompute, self.recompute in RECOMPUTE, ", ".join(RECOMPUTE))
         require("zero", self.zero, self.zero in ZERO_STAGES, ", ".join(map(str, ZERO_STAGES)))
@@ -76,7 +68,7 @@ class Layout:
         return "1f1b" if self.micro_batches >= self.pp else "gpipe"
 
     def recomputed(self, dense: int, sparse: int) -> tuple[int, int]:
-        """Return how many of a stage's layers of each kind are recomputed; the first ones are."""
+        """Return the number of a stage's recomputed layers of each kind; the first ones are recomputed."""
         count = self.recompute_layers or dense + sparse
         return min(dense, count), min(sparse, max(count - dense, 0))
 
@@ -92,7 +84,7 @@ def step_time(costs: CostModel, model: Model, batch: Batch, layout: Layout, sche
 
 
 def step_work(costs: CostModel, model: Model, batch: Batch, layout: Layout, schedule: ChunkSchedule) -> StepWork:
-    """Return what each rank of a pipeline does in a step, in seconds; the slowest of all cards sets the pace."""
+    """Return the work of a pipeline's ranks in a step, in seconds; the slowest of all cards sets the pace."""
     ranks = ranks_of(batch, layout)
     costs = of_slowest(costs, ranks)
     stages = layout.pp * layout.virtual_stages
@@ -132,12 +124,12 @@ def replicated_state(costs: CostModel | None, model: Model, batch: Batch, layout
         masters=item < WIDE,
         runtime=layout.runtime,
         stream=costs.stream if costs else _untimed,
-        adds_inside=batch.device in FUSED_ACCUMULATION and layout.runtime.wide_gradients,
+        adds_inside=device_type(batch.device).adds_gradients and layout.runtime.wide_gradients,
     )
 
 
 def operators_of(runtime: Runtime) -> str:
-    """Return how a runtime runs what surrounds the matmuls: `activation` and `rotary` of a `Batch`."""
+    """Return a runtime's `activation` and `rotary` of a `Batch`: how it runs the operators around the matmuls."""
     return "fused" if runtime.fused else TORCH
 
 
@@ -197,7 +189,7 @@ def _along_dp(
     lines = [(batch.cp, batch.tp), (batch.ep, batch.tp * batch.cp)]
     further = [_collective(costs, count, stride) for count, stride in lines if count > 1]
     dense = _weights(costs, plain, layout.dp // batch.ep, inner, item)
-    dense = replace(dense, further_sums=[partial(each, replicas.ALL_REDUCE) for each in further])
+    dense = replace(dense, further_sums=[partial(each, ALL_REDUCE) for each in further])
     return dense, *([_weights(costs, experts, layout.dp // batch.ep, inner, item)] if experts.any() else [])
 
 
@@ -220,7 +212,7 @@ def _collective(costs: CostModel | None, count: int, stride: int) -> Callable[[s
         if costs is None:
             return _untimed(nbytes)
         inside = ranks_in_domain(line, costs.hardware.collectives.domain)
-        return costs.line(OPERATORS[kind], nbytes, count, inside)
+        return costs.line(kind, nbytes, count, inside)
 
     return seconds
 

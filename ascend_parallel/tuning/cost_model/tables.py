@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 from ascend_parallel.text import file_text, nearest, shown, toml
 
 ASSUMED = "assumed"
+# What a file has in place of a table, in words.
+KINDS = {"str": "a text", "list": "a list", "int": "a number", "float": "a number", "bool": "a flag"}
+KINDS |= {"NoneType": "nothing"}
 
 
 class PlanningError(ValueError):
@@ -87,6 +90,20 @@ def require(option: str, value: object, allowed: bool, expected: str) -> None:
     """Raise `PlanningError` unless `allowed`; the message has the option, its value and the `expected` values."""
     if not allowed:
         raise PlanningError(f"{option}={shown(value)} is not allowed: give {expected}")
+
+
+def need_table(place: str, value: object, expected: str) -> None:
+    """Raise `PlanningError` if what a file has is no table."""
+    if not isinstance(value, Mapping):
+        kind = KINDS.get(type(value).__name__, type(value).__name__)
+        raise PlanningError(f"{place} has {kind} in place of a table: give {expected}")
+
+
+def need_keys(place: str, values: Mapping[str, Any], keys: Iterable[str], instead: str = "") -> None:
+    """Raise `PlanningError` with the keys that have no value; instead: what else would give them, in words."""
+    missing = [key for key in keys if values.get(key) is None]
+    if missing:
+        raise PlanningError(f"{place} has no {', '.join(missing)}{instead}")
 
 
 def _sourced(entry: Any, sources: Mapping[str, str], place: str) -> SourcedValue:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ascend_parallel.tuning.cost_model.tables import PlanningError, require
+from ascend_parallel.tuning.cost_model.tables import PlanningError, need_keys, need_table, require
 
 # Decoders with gated MLPs, RMSNorm and rotary embeddings; small biases and norms inside attention are left out.
 FAMILIES = (
@@ -43,16 +43,16 @@ def dimensions_of(text: str, place: str) -> dict[str, Any]:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanningError(f"{place} is no valid JSON: {error}") from error
-    require(f"{place}: content", type(config).__name__, isinstance(config, dict), "a table with model_type and sizes")
+    need_table(place, config, "model_type and sizes")
     return dimensions_of_config(config, place)
 
 
 def dimensions_of_config(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the keys of `Model` that the values of a config.json give; raises `PlanningError`."""
-    kind = config.get("model_type")
+    need_keys(place, config, ["model_type"])
+    kind = config["model_type"]
     require(f"{place}: model_type", kind, kind in FAMILIES, f"one of {', '.join(FAMILIES)}, or a TOML file of sizes")
-    missing = [key for key in DIMENSIONS.values() if key not in config]
-    require(f"{place}: missing keys", missing, not missing, ", ".join(DIMENSIONS.values()))
+    need_keys(place, config, DIMENSIONS.values())
     values = {name: config[key] for name, key in DIMENSIONS.items()}
     values |= {name: config[key] for name, key in OPTIONAL.items() if config.get(key) is not None}
     if config.get("kv_lora_rank"):
@@ -62,8 +62,7 @@ def dimensions_of_config(config: Mapping[str, Any], place: str) -> dict[str, Any
 
 
 def _latent(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    missing = [key for key in (*LATENT.values(), "qk_nope_head_dim") if not config.get(key)]
-    require(f"{place}: missing keys of latent attention", missing, not missing, "all of them")
+    need_keys(place, config, (*LATENT.values(), "qk_nope_head_dim"), ", which latent attention (kv_lora_rank) needs")
     values = {name: config[key] for name, key in LATENT.items()}
     return values | {"head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
 

@@ -1,1 +1,1 @@
-"""Start ranks and build slow links for measurements; used by `bench`, `tune`, `doctor` and benchmarks/."""
+"""Start ranks and launches, end them with all that they started, and build slow links for measurements."""

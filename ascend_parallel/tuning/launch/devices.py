@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ascend_parallel.devices import DEVICES
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 CPU = "cpu"
-BACKENDS = {CPU: "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def device_for(ranks: int) -> str:
@@ -24,7 +25,7 @@ def device_for(ranks: int) -> str:
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in BACKENDS or torch.accelerator.device_count() < ranks:
+    if accelerator is None or accelerator.type not in DEVICES or torch.accelerator.device_count() < ranks:
         return CPU
     return accelerator.type
 
@@ -33,7 +34,7 @@ def device_of(group: dist.ProcessGroup) -> str:
     """Return the type of device that a group's backend is for."""
     import torch.distributed as dist
 
-    return next(kind for kind, backend in BACKENDS.items() if backend == dist.get_backend(group))
+    return next(kind for kind, row in DEVICES.items() if row.backend == dist.get_backend(group))
 
 
 def own_device(kind: str) -> torch.device:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 from datetime import timedelta
 from typing import Any
@@ -14,18 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.devices import DEVICES
 from ascend_parallel.text import replace_text
-from ascend_parallel.tuning.launch.devices import BACKENDS, own_device
+from ascend_parallel.tuning.launch.devices import own_device
 from ascend_parallel.tuning.launch.ranks import PACKAGE, file_of_job
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run the job of this rank; it ends with the program that started it, even on SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["PARENT_PID"]):
-        sys.exit("the program that started this rank is gone")
+    """Run the job of this rank."""
     if (theirs := os.environ["PARENT_PACKAGE"]) != PACKAGE:
         sys.exit(f"this rank has imported {PACKAGE}, and the program that started it {theirs}")
     job: dict[str, Any] = json.loads(file_of_job("job.json").read_text())
@@ -35,7 +29,7 @@ def main() -> None:
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     store = dist.FileStore(str(file_of_job("store")), ranks)  # type: ignore[attr-defined]
     limit = timedelta(seconds=job["limit"])
-    dist.init_process_group(BACKENDS[job["device"]], store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(DEVICES[job["device"]].backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     module, _, name = job["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(dist.group.WORLD, **job["arguments"])
     dist.barrier()  # no rank exits while another rank still communicates with it

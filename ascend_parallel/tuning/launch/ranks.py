@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 from ascend_parallel.text import replace_text
 from ascend_parallel.tuning.launch.devices import CPU
 from ascend_parallel.tuning.launch.link import LinkEndpoint, shaped_link
-from ascend_parallel.tuning.launch.signals import signals_as_exceptions, signals_held_back
+from ascend_parallel.tuning.launch.process_tree import process_tree
+from ascend_parallel.tuning.launch.signals import signals_as_exceptions
 
 TAIL_CHARACTERS = 4000
 POLL_SECONDS = 0.25  # long, because the ranks need the processors
@@ -82,9 +82,9 @@ def call_on_ranks(
     call = {"target": target, "arguments": arguments, "limit": limit, "device": device}
     place: AbstractContextManager[list[LinkEndpoint]] = nullcontext([]) if link is None else shaped_link(link, ranks)
     with (
+        signals_as_exceptions(),
         place as ends,
         tempfile.TemporaryDirectory(prefix="ascend_parallel-ranks-") as name,
-        signals_as_exceptions(),
     ):
         job, folder = Job(arguments=call, ranks=ranks, limit=limit, ends=ends), Path(name)
         (folder / "job.json").write_text(json.dumps(job.arguments))
@@ -98,28 +98,22 @@ def call_on_ranks(
 
 @contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
+    with ExitStack() as stack:
+        processes = []
         for rank in range(job.ranks):
             prefix = job.ends[rank].prefix if job.ends else []
             command = [*prefix, sys.executable, "-c", PROGRAM, str(folder / "job.json")]
-            with _output(folder, rank).open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(job, rank),
-                    start_new_session=True,
-                )
-            processes.append(process)
+            output = stack.enter_context(_output(folder, rank).open("wb"))
+            tree = process_tree(
+                command,
+                patience=0,
+                folder=folder,
+                env=_environment(job, rank),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            processes.append(stack.enter_context(tree))
         yield processes
-    finally:
-        with signals_held_back():
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:

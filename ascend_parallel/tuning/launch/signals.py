@@ -12,12 +12,13 @@ from typing import Any
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise `SystemExit`, so that clean-up code runs as after Ctrl-C."""
+    """Make SIGTERM and SIGHUP raise `SystemExit`, so that clean-up code runs as after Ctrl-C; nohup's stays ignored."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with _handlers(leave, signal.SIGTERM, signal.SIGHUP):
+    numbers = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN)
+    with _handlers(leave, *numbers):
         yield
 
 

@@ -1,1 +1,1 @@
-"""Measure chunk sizes on real process groups: pass times, plan files, and the tuner of a running job."""
+"""Measure chunk sizes on real process groups: pass times, plan files, and the decider of a running job."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Problem
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, OPERATORS, PART_NAMES, Call
+from ascend_parallel.ops.decision import Reason, because
 from ascend_parallel.ops.rows import ROW_TILE, Sizes, is_one_gather
-from ascend_parallel.overlap.layer_shape import LayerOperator
 from ascend_parallel.settings import MAX_CHUNKS, SettingsError
 from ascend_parallel.text import dtype_name, file_text, replace_text, shown
 
@@ -51,7 +51,7 @@ class Entry:
     """The fastest measured chunk sizes of one operator in one pass of a layer, or groups of an exchange around parts.
 
     m, k, n
-        The matmul as in `Problem`.
+        The `shape` of a `Matmul`, or of an `Exchange`.
     sizes
         Rows of each chunk; a single size means that one chunk was fastest, 0 and all rows (`one_gather`) that a gather
         under the product of a rank's own rows was. Of an expert_exchange: experts of each group; a single size means
@@ -72,15 +72,30 @@ class Entry:
     chosen: float
 
     @classmethod
-    def of(cls, operator: LayerOperator, sizes: Sizes, serial: float, chosen: float) -> Entry:
-        """Make the entry of one operator of a layer, or of an exchange with experts."""
-        dtype = dtype_name(operator.problem.dtype)
-        return cls(**operator.as_dict(), dtype=dtype, sizes=sizes, serial=serial, chosen=chosen)
+    def of(cls, run: str, call: Call, sizes: Sizes, serial: float, chosen: float) -> Entry:
+        """Make the entry of a call in the pass `run`; that of an exchange is "forward"."""
+        shape, dtype = dict(zip("mkn", call.shape, strict=True)), dtype_name(call.dtype)
+        return cls(run=run, operator=call.operator, **shape, dtype=dtype, sizes=sizes, serial=serial, chosen=chosen)
 
     @property
     def key(self) -> Key:
         """The key of `Plan.find`: pass, operator, matmul and dtype."""
         return self.run, self.operator, self.m, self.k, self.n, self.dtype
+
+    @property
+    def reason(self) -> Reason:
+        """Why a call runs in these sizes."""
+        count, gain = len(self.sizes), 100 * (1 - self.chosen / self.serial)
+        if self.operator in PART_NAMES:
+            in_turn = in_turn_of(self.operator)
+            if count == 1:
+                return because("plan_one_group", in_turn=in_turn)
+            return because("plan_groups", chunks=count, gain=gain, in_turn=in_turn)
+        if count == 1:
+            return because("plan_whole", rows=self.sizes[0])
+        if is_one_gather(self.sizes):
+            return because("plan_one_gather", gain=gain)
+        return because("plan_chunks", chunks=count, gain=gain)
 
 
 @dataclass(frozen=True)
@@ -94,36 +109,24 @@ class Plan:
     entries: tuple[Entry, ...] = ()
     run: str = field(default="forward", compare=True)
 
-    def find(self, problem: Problem) -> tuple[Sizes, str] | None:
-        """Return the chunk sizes for `problem` and the reason, or None if `problem` was not measured.
+    def find(self, call: Call) -> tuple[Sizes, Reason] | None:
+        """Return the chunk sizes for `call` and the reason, or None if it was not measured.
 
         Raises `PlanError` if the group has another number of ranks than the plan.
         """
-        if problem.ranks != self.machine.ranks:
+        if call.ranks != self.machine.ranks:
             raise PlanError(
-                f"the plan was measured on {self.machine.ranks} ranks and does not fit a group of {problem.ranks}: "
+                f"the plan was measured on {self.machine.ranks} ranks and does not fit a group of {call.ranks}: "
                 "measure a plan for this group with COC_TUNE, or unset COC_PLAN"
             )
-        entry = self.entry_of(LayerOperator(self.run, problem))
-        if entry is None or sum(entry.sizes) != problem.rows:
+        entry = self.entry_of(self.run, call)
+        if entry is None or sum(entry.sizes) != call.cut:
             return None
-        if problem.is_exchange and len(entry.sizes) == 1:
-            return entry.sizes, f"plan: one group, because {in_turn_of(problem.operator)} was as fast"
-        if len(entry.sizes) == 1:
-            return entry.sizes, f"plan: kept whole (one chunk of {entry.sizes[0]} rows), because no cut of it won"
-        gain = 100 * (1 - entry.chosen / entry.serial)
-        if is_one_gather(entry.sizes):
-            return entry.sizes, f"plan: one gather, under the product of a rank's own rows, {gain:.0f}% faster"
-        if problem.is_exchange:
-            in_turn = in_turn_of(problem.operator)
-            return entry.sizes, f"plan: {len(entry.sizes)} groups, {gain:.0f}% faster than {in_turn}"
-        return entry.sizes, f"plan: {len(entry.sizes)} chunks, {gain:.0f}% faster than one"
+        return entry.sizes, entry.reason
 
-    def entry_of(self, operator: LayerOperator) -> Entry | None:
-        """Return the entry for one operator of a layer, or for an exchange, or None."""
-        direction, problem = operator
-        shape = problem.m, problem.k, problem.n
-        return self._by_key.get((direction, problem.operator, *shape, dtype_name(problem.dtype)))
+    def entry_of(self, run: str, call: Call) -> Entry | None:
+        """Return the entry of a call in a pass, or None."""
+        return self._by_key.get((run, call.operator, *call.shape, dtype_name(call.dtype)))
 
     def __hash__(self) -> int:
         """Return the cached hash: every call of a layer looks up settings that hold a plan."""
@@ -138,8 +141,14 @@ class Plan:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def of(self, run: str) -> Plan:
-        """Return the same plan for the other pass, "forward" or "backward"."""
-        return Plan(self.machine, self.entries, run)
+        """Return the same plan for the pass "forward" or "backward"."""
+        return self if run == self.run else self._other
+
+    @cached_property
+    def _other(self) -> Plan:
+        """The same plan for the other pass: each backward asks."""
+        (other,) = (run for run in PASSES if run != self.run)
+        return Plan(self.machine, self.entries, other)
 
     def with_entries(self, entries: tuple[Entry, ...]) -> Plan:
         """Return a plan with `entries` added; each replaces an older entry of the same key."""
@@ -180,7 +189,7 @@ class UnreadPlan:
         """Return the reason, which ranks compare in place of a plan's content."""
         return f"not read ({self.reason})"
 
-    def find(self, problem: Problem) -> None:
+    def find(self, call: Call) -> None:
         """Raise `PlanError` with the reason: there are no chunk sizes."""
         raise PlanError(self.reason)
 

@@ -10,26 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import Exchange
 from ascend_parallel.ops.clocks import finish, seconds_of
+from ascend_parallel.ops.decision import Known, because
 from ascend_parallel.ops.expert_exchange import RowCounts
-from ascend_parallel.ops.problem import Problem
-from ascend_parallel.ops.registry import name_of
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.overlap.chunks import Chunks
 from ascend_parallel.overlap.experts import LocalExperts, experts_in_turn, run_experts
-from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator
+from ascend_parallel.overlap.layer_shape import FORWARD
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, in_turn_of
+from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
 from ascend_parallel.tuning.measured.pass_times import Times
-from ascend_parallel.tuning.measured.tuner import FIRST_ROUNDS, ROUNDS, Tuner, decide
+from ascend_parallel.tuning.measured.tuner import FIRST_ROUNDS, ROUNDS, decide
 
 log = logging.getLogger("ascend_parallel")
 
@@ -38,106 +36,51 @@ CANDIDATES = (2, 4)
 Run = Callable[[], object]
 
 
-class PartGroups:
-    """The numbers of groups of a run, by process group and problem: measured, or known from a plan."""
-
-    def __init__(self, settings: Settings, tuner: Tuner | None = None) -> None:
-        """Measure if `settings` ask for it; `tuner` has the plans that are read and written."""
-        self._settings, self._tuner = settings, tuner
-        self._measured: WeakKeyDictionary[dist.ProcessGroup, dict[Problem, Chunks]] = WeakKeyDictionary()
-
-    def keeps_original(self, problem: Problem, group: dist.ProcessGroup) -> bool:
-        """Tell whether the framework's own layer was measured to be as fast, in this run or for its plan (COC_PLAN)."""
-        if self._settings.plan is not None:
-            planned = self._settings.plan.find(problem)
-            return planned is not None and len(planned[0]) == 1
-        measured = self._measured.get(group, {}).get(problem)
-        return measured is not None and measured.original
-
-    def chunks_for(
-        self,
-        problem: Problem,
-        group: dist.ProcessGroup,
-        run: Callable[[Settings], object],
-        in_turn: Run,
-        device: torch.device,
-        together: dist.ProcessGroup | None = None,
-    ) -> Chunks:
-        """Return in how many groups an exchange on `group` runs; every rank of it calls this alike.
-
-        together
-            Ranks of several groups that have to take the same number, since a pass has collectives of theirs too.
-
-        ``run(settings)`` and ``in_turn()`` compute a pass, overlapped and as the framework does, and leave no trace.
-        One group is `original`: the framework's own layer is as fast.
-        """
-        settings = self._settings
-        if not settings.tunes:
-            return Chunks(settings)
-        measured = self._measured.setdefault(group, {})
-        if problem not in measured:
-            entry = None if self._tuner is None else self._tuner.exchange_entry(problem, group)
-            if together is not None:
-                entry = _common(entry, problem, together)
-            if entry is None and problem.rows > 1:
-                entry = self._measure(problem, together or group, run, in_turn, device)
-                if self._tuner is not None:
-                    self._tuner.keep(entry, group, problem.device)
-            groups = 1 if entry is None else len(entry.sizes)
-            chunks = Chunks.counted(settings, groups, "measured")
-            measured[problem] = chunks._replace(original=groups == 1)
-        return measured[problem]
-
-    def _measure(
-        self,
-        problem: Problem,
-        group: dist.ProcessGroup,
-        run: Callable[[Settings], object],
-        in_turn: Run,
-        device: torch.device,
-    ) -> Entry:
-        runs = {
-            sizes: partial(run, Chunks.counted(self._settings, len(sizes), "tried").settings)
-            for sizes in (split_rows(problem.rows, count, 1) for count in CANDIDATES)
-        }
-        entry = fastest_groups(problem, group, runs, in_turn, device)
-        if dist.get_rank() == 0:
-            what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else in_turn_of(problem.operator)
-            figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
-            log.info("%s: %s (a pass takes %s)", name_of(problem), what, figures)
-        return entry
+def measured_groups(
+    exchange: Exchange, group: dist.ProcessGroup, run: Callable[[Known], object], in_turn: Run, device: torch.device
+) -> Entry:
+    """Time the exchange in some numbers of groups and in turn; return what wins, and log it on the first rank."""
+    runs = {
+        sizes: partial(run, Known(number=len(sizes), because=because("tried")))
+        for sizes in (split_rows(exchange.parts, count, 1) for count in CANDIDATES)
+    }
+    entry = fastest_groups(exchange, group, runs, in_turn, device)
+    if dist.get_rank() == 0:
+        what = f"{len(entry.sizes)} groups" if len(entry.sizes) > 1 else in_turn_of(exchange.operator)
+        figures = f"{1e3 * entry.chosen:.2f} ms, in turn {1e3 * entry.serial:.2f} ms"
+        log.info("%s: %s (a pass takes %s)", exchange.in_words, what, figures)
+    return entry
 
 
-def _common(entry: Entry | None, problem: Problem, group: dist.ProcessGroup) -> Entry | None:
+def common_groups(entry: Entry | None, exchange: Exchange, group: dist.ProcessGroup) -> Entry | None:
     """Return an entry with the first rank's groups, or None if a rank has no entry: each plan may be another file."""
     mine = {"experts": [] if entry is None else list(entry.sizes)}
-    by_rank = store_all_gather(group, f"the plans of {name_of(problem)}", mine, DisagreementError, topic="exchange")
+    by_rank = store_all_gather(group, f"the plans of {exchange.in_words}", mine, DisagreementError, topic="exchange")
     if entry is None or not all(of["experts"] for of in by_rank.values()):
         return None
     sizes = tuple(map(int, by_rank[dist.get_process_group_ranks(group)[0]]["experts"]))
-    return Entry.of(LayerOperator(FORWARD, problem), sizes, entry.serial, entry.chosen)
+    return Entry.of(FORWARD, exchange, sizes, entry.serial, entry.chosen)
 
 
 def fastest_groups(
-    problem: Problem, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], in_turn: Run, device: torch.device
+    exchange: Exchange, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], in_turn: Run, device: torch.device
 ) -> Entry:
     """Time the groups of `runs` beside the exchange in turn; return the groups that win round by round, or one.
 
     An entry of one group stands for the framework's own layer. Every rank of `group` calls this alike.
     """
-    whole = (problem.rows,)
-    times = _times(problem, group, {whole: in_turn, **runs}, FIRST_ROUNDS, device)
-    best = min(runs, key=lambda sizes: median(times[sizes]))
-    gains = [1 - ours / theirs for ours, theirs in zip(times[best], times[whole], strict=True)]
-    if max(gains) > 0:  # three rounds that win by luck are no rarity among passes this long
-        more = _times(problem, group, {whole: in_turn, best: runs[best]}, ROUNDS - FIRST_ROUNDS, device)
+    whole = (exchange.parts,)
+    times = _times(exchange, group, {whole: in_turn, **runs}, FIRST_ROUNDS, device)
+    best = fastest(times, runs)
+    if max(Contest(times[whole], times[best]).gains) > 0:  # three rounds that win by luck are no rarity
+        more = _times(exchange, group, {whole: in_turn, best: runs[best]}, ROUNDS - FIRST_ROUNDS, device)
         times = {sizes: [*times[sizes], *more[sizes]] for sizes in more}
     tuned = decide(times, whole, best)
-    return Entry.of(LayerOperator(FORWARD, problem), tuned.sizes, tuned.serial, tuned.chosen)
+    return Entry.of(FORWARD, exchange, tuned.sizes, tuned.serial, tuned.chosen)
 
 
 def _times(
-    problem: Problem, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], rounds: int, device: torch.device
+    exchange: Exchange, group: dist.ProcessGroup, runs: Mapping[Sizes, Run], rounds: int, device: torch.device
 ) -> Times:
     """Return the seconds of each round on the slowest rank; a first round warms up, and the order alternates."""
     mine: dict[Sizes, list[float]] = {sizes: [] for sizes in runs}
@@ -149,12 +92,9 @@ def _times(
                 mine[sizes].append(spent)
     told = {str(len(sizes)): rounds_of for sizes, rounds_of in mine.items()}
     by_rank = store_all_gather(
-        group, f"the measurement of {name_of(problem)}", told, DisagreementError, topic="exchange"
+        group, f"the measurement of {exchange.in_words}", told, DisagreementError, topic="exchange"
     )
-    return {
-        sizes: [max(map(float, spent)) for spent in zip(*(of[str(len(sizes))] for of in by_rank.values()), strict=True)]
-        for sizes in runs
-    }
+    return {sizes: slowest([of[str(len(sizes))] for of in by_rank.values()]) for sizes in runs}
 
 
 def pass_on_copies(
@@ -162,7 +102,8 @@ def pass_on_copies(
     counts: RowCounts,
     copies: Callable[[], LocalExperts],
     group: dist.ProcessGroup,
-    settings: Settings | None,
+    settings: Settings,
+    known: Known | None,
     *,
     probs: torch.Tensor | None = None,
 ) -> None:
@@ -170,9 +111,9 @@ def pass_on_copies(
     with without_trace(rows.device), torch.enable_grad():
         local, x, probs = copies(), rows.detach().requires_grad_(), None if probs is None else probs.detach()
         wanted = [x, *(weight for weight in local.weights if weight.requires_grad)]
-        if settings is None:
+        if known is None:
             made = experts_in_turn(x, counts, local, group=group, probs=probs)
             wanted += [parameter for parameter in local.parameters if parameter.requires_grad]
         else:  # parameters get their gradients inside
-            made, _ = run_experts(x, counts, local, group=group, settings=settings, probs=probs)
+            made, _ = run_experts(x, counts, local, group=group, settings=settings, known=known, probs=probs)
         torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, Matmul
 from ascend_parallel.ops.chunked import start_gathers
 from ascend_parallel.ops.collectives import all_gather_single, reduce_scatters
 from ascend_parallel.ops.pending import NamedWork
-from ascend_parallel.ops.problem import ALL_GATHER, ALL_REDUCE, Problem
 from ascend_parallel.ops.rows import Sizes, is_one_gather
 from ascend_parallel.overlap.layer_shape import BACKWARD, LayerOperator
 from ascend_parallel.tuning.cost_model.chunk_pipeline import ChunkedCall, makespan_beside
@@ -93,18 +93,18 @@ def part_calls(
     like: a tensor of the layer's dtype and device. gathered_columns: columns of the layer input that backward
     gathers, or None.
     """
-    problem = operator.problem
-    columns, rows = problem.k if problem.operator == ALL_GATHER else problem.n, problem.rows
+    matmul = operator.matmul
+    columns, rows = matmul.k if matmul.operator == ALL_GATHER else matmul.n, matmul.rows
     count = min(PIECES, rows)
     cuts = {"latency": (min(rows, LATENCY_ROWS),), "collective": (rows,), "pieces": _even(rows, count)}
-    collective = Collective(problem.operator, group, like, rows, columns)
+    collective = Collective(matmul.operator, group, like, rows, columns)
     timed: dict[str, Callable[[], object]] = {name: partial(collective.run, sizes) for name, sizes in cuts.items()}
     # Write the operands: untouched pages would all map to the same page of zeros.
-    x, w = like.new_ones(problem.m, problem.k), like.new_ones(problem.k, problem.n)
-    piece = partial(torch.mm, x[: max(problem.m // count, 1)], w)
+    x, w = like.new_ones(matmul.m, matmul.k), like.new_ones(matmul.k, matmul.n)
+    piece = partial(torch.mm, x[: max(matmul.m // count, 1)], w)
     timed |= {"matmul": partial(torch.mm, x, w), "matmul_piece": piece}
     if operator.direction == BACKWARD:
-        timed["weight_gradient"] = partial(torch.mm, like.new_ones(problem.n, problem.m), x)
+        timed["weight_gradient"] = partial(torch.mm, like.new_ones(matmul.n, matmul.m), x)
     if gathered_columns is not None:
         gather = Collective(ALL_GATHER, group, like, rows, gathered_columns)
         timed |= {"gather": partial(gather.run, (rows,)), "gather_pieces": partial(gather.run, cuts["pieces"])}
@@ -138,7 +138,7 @@ class Collective:
             work = all_gather_single(whole, x, self._group)
             return NamedWork("a measured all-gather", work, self._group, x.device).wait
         if self._operator == ALL_GATHER:
-            return start_gathers(x, self._group, sizes, ALL_GATHER)[0].wait
+            return start_gathers(x, self._group, sizes, ALL_GATHER).wait
         starts = reduce_scatters(x, sizes, self._group)
         inputs = torch.split_with_sizes(whole, [ranks * size for size in sizes])
         works = [start(x_c) for start, x_c in zip(starts, inputs, strict=True)]
@@ -165,17 +165,17 @@ def rates(matmuls: float, whole: float, beside: float, until: float) -> tuple[fl
     return min(1.0, max(LEAST_RATE, matmuls / beside)), min(1.0, max(LEAST_RATE, moved / beside))
 
 
-def seconds(problem: Problem, breakdown: PassBreakdown, sizes: Sizes) -> float:
+def seconds(matmul: Matmul, breakdown: PassBreakdown, sizes: Sizes) -> float:
     """Predict the seconds of a pass with chunks of `sizes` rows from the times of its parts.
 
     The matmul of a chunk costs a fixed time plus a time per row, and so does its collective. One collective also costs
     the latency: the first of an all-gather, the last of the others. While both lanes run, each runs at its rate.
     """
-    first, whole, blocks = problem.operator == ALL_GATHER, len(sizes) == 1, 1
-    if problem.operator != ALL_REDUCE:
-        blocks = problem.ranks - 1 if first else problem.ranks
+    first, whole, blocks = matmul.operator == ALL_GATHER, len(sizes) == 1, 1
+    if matmul.operator != ALL_REDUCE:
+        blocks = matmul.ranks - 1 if first else matmul.ranks
     fixed = max(breakdown.count * breakdown.matmul_piece - breakdown.matmul, 0.0) / max(breakdown.count - 1, 1)
-    per_row = max(breakdown.matmul - fixed, 0.0) / problem.m
+    per_row = max(breakdown.matmul - fixed, 0.0) / matmul.m
     extra = max(breakdown.pieces - breakdown.collective, 0.0) / max(breakdown.count - 1, 1)
     moving = max(min(breakdown.pieces, breakdown.collective) - breakdown.latency, 0.0) / breakdown.rows
     compute, collective, own = [breakdown.matmul], [breakdown.collective], 0.0

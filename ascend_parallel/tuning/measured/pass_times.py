@@ -13,21 +13,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from ascend_parallel.ops.bits import keep_bits
+from ascend_parallel.ops.call import Call
 from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.decision import Known, Reason, because
 from ascend_parallel.ops.record import RECORDING
+from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes, is_one_gather
-from ascend_parallel.overlap.chunks import Chunks
+from ascend_parallel.overlap.digests import no_digests
+from ascend_parallel.overlap.known import known_in_pass
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
 from ascend_parallel.overlap.linear import column_linear, row_linear
 from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.measured.chunk_plan import Entry, Machine, Plan
 from ascend_parallel.tuning.measured.pass_parts import Calls, PassBreakdown, part_calls, rates, repeats
 from ascend_parallel.tuning.measured.rank_clock import RankClock
 
@@ -35,13 +38,41 @@ Name = TypeVar("Name", bound=Hashable)
 Times = dict[Sizes, list[float]]
 
 
+class Variant(NamedTuple):
+    """How a timed pass runs: with settings, and what is known beside them; None: their plan alone."""
+
+    settings: Settings
+    known: Known | None = None
+
+
+class Tried(NamedTuple):
+    """Knows the sizes with which one operator of a layer is tried, and nothing of others."""
+
+    operator: LayerOperator
+    sizes: Sizes
+    run: str = FORWARD
+
+    def find(self, call: Call) -> tuple[Sizes, Reason] | None:
+        """Return the sizes, if the call is the one that is tried."""
+        tried = self.operator.matmul
+        same = (call.operator, call.shape, call.dtype) == (tried.operator, tried.shape, tried.dtype)
+        return (self.sizes, TRIED) if same and self.run == self.operator.direction else None
+
+    def of(self, run: str) -> Tried:
+        """Return the same of the other pass."""
+        return self._replace(run=run)
+
+
+TRIED = because("tried")
+
+
 class TimedLinear:
     """A layer of a shape, with random operands, on which its passes are timed."""
 
-    def __init__(self, shape: LayerShape, group: dist.ProcessGroup, settings: Settings, machine: Machine) -> None:
+    def __init__(self, shape: LayerShape, group: dist.ProcessGroup, settings: Settings) -> None:
         """Draw the operands from a private generator, so that the run's random state does not change."""
         self.shape, self.group = shape, group
-        self._settings, self._machine = settings, machine
+        self._settings = settings
         self._clock = RankClock(group, shape.device)
         generator = torch.Generator().manual_seed(group.rank())
         scatters = shape.kind != COLUMN and shape.sequence_parallel
@@ -57,13 +88,13 @@ class TimedLinear:
         """Time one pass with each of these chunk sizes; see `time`."""
         return self.time(operator, {sizes: self.with_sizes(operator, sizes) for sizes in candidates}, rounds)
 
-    def time(self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int) -> dict[Name, list[float]]:
+    def time(self, operator: LayerOperator, variants: Mapping[Name, Variant], rounds: int) -> dict[Name, list[float]]:
         """Time one pass with each of `variants`; return the slowest rank's seconds by variant and round.
 
         A warm-up round comes first. Every round has its own random order.
         """
         return self._clock.rounds(
-            {name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()}, rounds
+            {name: partial(self._timed_alone, operator, variant) for name, variant in variants.items()}, rounds
         )
 
     def breakdown(self, operator: LayerOperator, rounds: int) -> PassBreakdown:
@@ -71,12 +102,12 @@ class TimedLinear:
         return self.time_with_breakdown(operator, {}, rounds)[0]
 
     def time_with_breakdown(
-        self, operator: LayerOperator, variants: Mapping[Name, Settings], rounds: int
+        self, operator: LayerOperator, variants: Mapping[Name, Variant], rounds: int
     ) -> tuple[PassBreakdown, dict[Name, list[float]]]:
         """Time variants and parts in the same rounds, so that a slow phase of the machine hits all of them."""
         calls = self.calls(operator)
         runs: dict[Any, Callable[[], float]] = {
-            name: partial(self._timed_alone, operator, settings) for name, settings in variants.items()
+            name: partial(self._timed_alone, operator, variant) for name, variant in variants.items()
         }
         runs |= {(name,): partial(self._clock.seconds, call) for name, call in calls.timed.items()}
         times = self._clock.rounds(runs, rounds)
@@ -119,28 +150,28 @@ class TimedLinear:
 
         A collective function: every rank of the group must call it.
         """
-        chunks = Chunks.for_call(self.with_sizes(operator, sizes), self.shape, operator.direction)
-        choice = chunks.choice(operator.problem)
-        kept = keep_bits(replace(choice, given=False), self.group, self.weight.device, operator.layout).sizes
-        return sizes if is_one_gather(sizes) and choice.kernel == "chunked" else kept
+        settings, known = self.with_sizes(operator, sizes)
+        assert known is not None
+        passes = known_in_pass(settings, known, self.shape.kind, operator.direction)
+        decision = choose(operator.matmul, settings, passes)
+        kept = keep_bits(replace(decision, given=False), self.group, self.weight.device, operator.layout).sizes
+        return sizes if is_one_gather(sizes) and decision.kernel == "chunked" else kept
 
-    def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Settings:
-        """Return settings with which this pass runs in chunks of `sizes`."""
-        entry = Entry.of(operator, sizes, serial=1.0, chosen=1.0)
-        changes: dict[str, Any] = {"plan": Plan(self._machine, (entry,)), "mode": 2, "fused": False, "strict": False}
-        changes["digests"] = None
-        return replace(self._settings, customized_coc={}, **changes)
+    def with_sizes(self, operator: LayerOperator, sizes: Sizes) -> Variant:
+        """Return the variant in which this pass runs in chunks of `sizes`."""
+        return Variant(self._settings, Known(plan=Tried(operator, sizes), because=TRIED, alone=True))
 
-    def _timed_alone(self, operator: LayerOperator, settings: Settings) -> float:
+    def _timed_alone(self, operator: LayerOperator, variant: Variant) -> float:
         # An outer checkpoint or offload context must not see the tensors saved here.
         with saved_tensors_hooks(_identity, _identity), uncounted():
-            return self._timed(operator, settings)
+            return self._timed(operator, variant)
 
-    def _timed(self, operator: LayerOperator, settings: Settings) -> float:
+    def _timed(self, operator: LayerOperator, variant: Variant) -> float:
         run: Callable[..., torch.Tensor] = column_linear if self.shape.kind == COLUMN else row_linear
         options: dict[str, Any] = {
             "group": self.group,
-            "settings": settings,
+            "settings": variant.settings,
+            "known": variant.known,
             "sequence_parallel": self.shape.sequence_parallel,
         }
         if operator.direction == FORWARD:
@@ -164,11 +195,12 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Keep the calls inside out of the run's counts and out of its timeline."""
+    """Keep the calls inside out of the run's counts, out of its timeline and out of its digests."""
     counts, recorder = COUNTS.as_dict(), RECORDING.recorder
     RECORDING.recorder = None
     try:
-        yield
+        with no_digests():
+            yield
     finally:
         RECORDING.recorder = recorder
         COUNTS.restore(counts)

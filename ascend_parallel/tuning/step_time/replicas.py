@@ -14,11 +14,11 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
+from ascend_parallel.process_groups.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ascend_parallel.tuning.step_time.rank_bytes import gradient_bytes, optimizer_bytes, zero_bytes
 from ascend_parallel.tuning.step_time.runtimes import CLIPPED, WIDE, Runtime
 from ascend_parallel.tuning.step_time.step import StepWork, exposed, gathered_pass
 
-ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
 Numbers = npt.NDArray[np.float64]
 
 
@@ -97,7 +97,7 @@ class ReplicatedState:
         return int(optimizer_bytes(float(itemsize), float(max(itemsize, WIDE)) if self.masters else None))
 
     def step_work(self, forward: Numbers, backward: Numbers, *, schedule: str, send: float) -> StepWork:
-        """Return what the ranks do in a step; forward and backward: of each stage, of a micro-batch (`passes`)."""
+        """Return the ranks' work in a step; forward and backward: of each stage, of a micro-batch (`passes`)."""
         sums, buckets, gathers, update = self.ends
         return StepWork(
             schedule=schedule,

@@ -1,6 +1,7 @@
 """The order in which the ranks of a pipeline run micro-batches. Pure: uses no processes.
 
-The orders are torch.distributed.pipelining's own, so a drawn schedule is what runs.
+The orders are torch.distributed.pipelining's own, so a drawn schedule is what runs. Its import takes seconds, so it is
+imported when an order is asked for: a run of one stage needs none.
 """
 
 from __future__ import annotations
@@ -11,27 +12,26 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
-SINGLE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: Mapping[str, Any] = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+# Torch's classes by their names here: of one stage on each mesh, and of several.
+SINGLE: Mapping[str, str] = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+SEVERAL: Mapping[str, str] = {
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
 SCHEDULES = {**SINGLE, **SEVERAL}
 # Schedules that compute the gradients of a stage's inputs and of its weights at different times.
 SPLIT = ("zero_bubble", "zbv")
+
+
+def schedule_class(name: str) -> Any:
+    """Return torch's class of a schedule."""
+    from torch.distributed import pipelining
+
+    return getattr(pipelining, SCHEDULES[name])
 
 
 @contextmanager
@@ -66,6 +66,8 @@ class Action:
 
 def stages_of(name: str, ranks: int, stages: int) -> tuple[int, ...]:
     """Return, for each stage, the index of the rank (or mesh) that runs the stage."""
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
     ranks_by_stage = generate_stage_to_rank_mapping(ranks, stages, "v" if name == "zbv" else "loop")
     return tuple(ranks_by_stage[stage] for stage in range(stages))
 
@@ -83,7 +85,7 @@ def order(name: str, ranks: int, stages: int, micro_batches: int) -> tuple[tuple
     else:
         attributes = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
         argument = [SimpleNamespace(**attributes) for _ in range(stages // ranks)]
-    planned = SCHEDULES[name](argument, micro_batches).pipeline_order
+    planned = schedule_class(name)(argument, micro_batches).pipeline_order
     return tuple(
         tuple(
             Action(action.computation_type.value, action.stage_index, action.microbatch_index)

@@ -3,17 +3,17 @@
 Which matmuls may be fused, the planner knows too (planner/overlapped_matmul.py): it prices them so. Column matmuls of
 the same input become one matmul with one collective.
 
-The result is a fused plan: the plan's layouts without these redistributions, and the kernels. The pass runs no
-collective.
+The result is a fused plan: the plan's layouts without these redistributions, and the matmuls that run as one kernel.
+`ShardingPlan.fused` keeps it: prices and the runtime read what was fused once. The pass runs no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from ascend_parallel.overlap.chunks import Chunks
-from ascend_parallel.settings import Settings
+from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.sharding.graph import CALL, Graph, Node, Value
 from ascend_parallel.sharding.layout import (
     PARTIAL_GRAD,
@@ -25,17 +25,82 @@ from ascend_parallel.sharding.layout import (
     largest_local_shape,
     with_placement,
 )
+from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.overlapped_matmul import (
     MatmulInputs,
     column_group,
     column_obstacle,
     matmul_of,
+    rank_shape,
     reads_columns,
     row_obstacle,
     sums_rows,
 )
-from ascend_parallel.sharding.planner.sharding_plan import ShardingPlan
-from ascend_parallel.sharding.runtime.overlapped_linear import ColumnKernel, RowKernel
+
+
+class PlannedLayouts(Protocol):
+    """What the pass reads of a `ShardingPlan`."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The mesh."""
+
+    @property
+    def layouts(self) -> Mapping[Value, Layout]:
+        """The layouts in which tensors are produced."""
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[Layout, ...]]:
+        """The layouts in which each node reads its inputs."""
+
+    @property
+    def shared_layouts(self) -> Mapping[Value, Layout]:
+        """The layouts to which tensors are converted once, for several readers."""
+
+    @property
+    def differentiable(self) -> Set[Value]:
+        """The tensors that have a gradient."""
+
+    def returned_layout(self, value: Value) -> Layout:
+        """Return the layout in which the caller gets an output."""
+
+
+@dataclass(frozen=True)
+class FusedMatmuls:
+    """Matmuls of one or several nodes that run as one kernel, with a collective, at the position of the first node.
+
+    kind
+        "row", or "column": linear layers of the same input, whose weights are joined.
+    mesh_dim
+        The mesh dimension whose collective overlaps with the matmul.
+    row_dim
+        The dimension of the rows that are gathered or scattered; None for an all-reduce. The operators need rows in the
+        first dimension, so another dimension is moved to the front: a copy, unless all dimensions before have size 1.
+    shape
+        What a rank multiplies, on no device yet; where the slices of x differ, of a slice as if they did not.
+    is_even
+        Whether all ranks have slices of x of the same shape.
+    differentiable
+        Whether the plan has a backward of these matmuls.
+    """
+
+    kind: str
+    nodes: tuple[str, ...]
+    matmuls: tuple[MatmulInputs, ...]
+    mesh_dim: int
+    row_dim: int | None
+    shape: LayerShape
+    is_even: bool
+    differentiable: bool
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the forward communicates: a column's only gathers rows. The backward always does."""
+        return self.kind == ROW or self.row_dim is not None
 
 
 @dataclass(frozen=True)
@@ -58,23 +123,19 @@ class FusedPlan:
     """What a rank runs: `layouts`, `inputs` and `shared_layouts` as in a plan, and the kernels.
 
     kernels
-        The kernels by the first of their nodes. Other nodes run alone.
+        The matmuls that run as one kernel, by the first of their nodes. Other nodes run alone.
     """
 
     layouts: Mapping[Value, Layout]
     inputs: Mapping[str, tuple[Layout, ...]]
     shared_layouts: Mapping[Value, Layout]
-    kernels: Mapping[str, ColumnKernel | RowKernel] = field(default_factory=dict)
+    kernels: Mapping[str, FusedMatmuls] = field(default_factory=dict)
     fused: tuple[Fusion, ...] = ()
 
     @classmethod
-    def of(cls, plan: ShardingPlan) -> FusedPlan:
+    def of(cls, plan: PlannedLayouts) -> FusedPlan:
         """Return the plan with no kernel in it."""
         return cls(plan.layouts, plan.inputs, plan.shared_layouts)
-
-    def applied_to(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return the plan with the redistributions alone that no kernel runs."""
-        return replace(plan, layouts=self.layouts, inputs=self.inputs, shared_layouts=self.shared_layouts)
 
     def units(self, graph: Graph) -> Iterator[tuple[str, ...]]:
         """Yield the nodes in the order in which they run; the nodes of a kernel run together, at the first of them."""
@@ -86,22 +147,22 @@ class FusedPlan:
                 yield unit
 
 
-def fuse(plan: ShardingPlan, settings: Settings, *, held_weights: bool = False) -> FusedPlan:
+def fuse(plan: PlannedLayouts, *, every_product: bool = False, held_weights: bool = False) -> FusedPlan:
     """Return the plan with kernels that overlap matmuls with their collectives.
 
-    settings
-        Settings of the overlapped operators, such as the number of chunks.
+    every_product
+        Cut matmuls run as kernels without a collective too: on a mesh dimension of one rank, or of an input without a
+        gradient (`Arithmetic.forms_every_product`).
     held_weights
         Only weights and biases that the model holds may be of one matmul.
     """
-    builder = _FusedPlanBuilder(plan, settings, held_weights)
+    builder = _FusedPlanBuilder(plan, every_product, held_weights)
     matmuls = [
         (node, found)
         for node in plan.graph.nodes.values()
         if node.call is not None and (found := matmul_of(node.call)) is not None
     ]
-    every = settings.arithmetic.forms_every_product
-    dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or every]
+    dims = [dim for dim, size in enumerate(plan.mesh.shape) if size > 1 or every_product]
     for mesh_dim in dims:
         for node, matmul in matmuls:
             builder.row(node, matmul, mesh_dim)
@@ -116,8 +177,8 @@ _Column = tuple[Node, MatmulInputs]
 class _FusedPlanBuilder:
     """A fused plan under construction."""
 
-    def __init__(self, plan: ShardingPlan, settings: Settings, held_weights: bool) -> None:
-        self._graph, self._mesh, self._settings = plan.graph, plan.mesh, settings
+    def __init__(self, plan: PlannedLayouts, every_product: bool, held_weights: bool) -> None:
+        self._graph, self._mesh, self._every_product = plan.graph, plan.mesh, every_product
         self._held_weights = held_weights
         self._differentiable = plan.differentiable
         self._readers = plan.graph.readers()
@@ -126,7 +187,7 @@ class _FusedPlanBuilder:
         self._done: set[str] = set()
         self.layouts, self.inputs = dict(plan.layouts), dict(plan.inputs)
         self.shared_layouts = dict(plan.shared_layouts)
-        self.kernels: dict[str, ColumnKernel | RowKernel] = {}
+        self.kernels: dict[str, FusedMatmuls] = {}
         self.fused: list[Fusion] = []
 
     def row(self, node: Node, matmul: MatmulInputs, mesh_dim: int) -> None:
@@ -136,7 +197,7 @@ class _FusedPlanBuilder:
         if node.name in self._done or not sums_rows(matmul, reads, layout, mesh_dim):
             return
         if self._mesh.shape[mesh_dim] == 1:
-            self._add_kernel(RowKernel, [(node, matmul)], mesh_dim, None)  # any layout is the whole tensor
+            self._add_kernel(ROW, [(node, matmul)], mesh_dim, None)  # any layout is the whole tensor
             return
         targets = self._targets(value, mesh_dim)
         if targets <= {SUM}:
@@ -153,7 +214,7 @@ class _FusedPlanBuilder:
         if matmul.bias is not None:
             self._set_input(node.name, matmul.bias, mesh_dim, REPLICATE if whole else PARTIAL_GRAD)
         operator = "matmul_all_reduce" if whole else "matmul_reduce_scatter"
-        self._add_kernel(RowKernel, [(node, matmul)], mesh_dim, None if whole else target.dim)
+        self._add_kernel(ROW, [(node, matmul)], mesh_dim, None if whole else target.dim)
         transposed = "" if whole else self._transposed_text(node.outputs[0].shape, self.layouts[value], target)
         self.fused.append(Fusion(node.name, operator, f"its sum over {self._mesh.dim_names[mesh_dim]}{transposed}"))
 
@@ -167,7 +228,7 @@ class _FusedPlanBuilder:
         for value, readers in by_input.items():
             if self._mesh.shape[mesh_dim] == 1:
                 for group in self._groups(readers):
-                    self._add_kernel(ColumnKernel, group, mesh_dim, None)
+                    self._add_kernel(COLUMN, group, mesh_dim, None)
             else:
                 self._columns_of(value, readers, mesh_dim)
 
@@ -178,7 +239,7 @@ class _FusedPlanBuilder:
         source = self.layouts[value] if converted_once or shared is None else shared
         placement = source[mesh_dim]
         communicates = placement.kind == "shard" or value in self._differentiable
-        if placement == PARTIAL_GRAD or not (communicates or self._settings.arithmetic.forms_every_product):
+        if placement == PARTIAL_GRAD or not (communicates or self._every_product):
             return  # no collective runs for this input
         groups, new = self._groups(columns), placement if placement.kind == "shard" else REPLICATE
         names = {node.name for node, _ in columns}
@@ -203,7 +264,7 @@ class _FusedPlanBuilder:
         rows = placement.kind == "shard"
         for member, its in group:
             self._set_input(member.name, its.x, mesh_dim, placement if rows else REPLICATE)
-        self._add_kernel(ColumnKernel, group, mesh_dim, placement.dim if rows else None)
+        self._add_kernel(COLUMN, group, mesh_dim, placement.dim if rows else None)
         what = "the gather of its rows" if rows else "in backward the sum of its input's gradient"
         operator = "all_gather_matmul" if rows else "matmul_all_reduce"
         others = f", one matmul with {', '.join(member.name for member, _ in group[1:])}" if len(group) > 1 else ""
@@ -276,17 +337,27 @@ class _FusedPlanBuilder:
         layouts[index] = with_placement(layouts[index], mesh_dim, placement)
         self.inputs[name] = tuple(layouts)
 
-    def _add_kernel(
-        self, kind: type[ColumnKernel | RowKernel], group: list[_Column], mesh_dim: int, row_dim: int | None
-    ) -> None:
+    def _add_kernel(self, kind: str, group: list[_Column], mesh_dim: int, row_dim: int | None) -> None:
         names = tuple(node.name for node, _ in group)
-        matmuls = tuple(matmul for _, matmul in group)
         self._done |= set(names)
-        trained = any(Value(name) in self._differentiable for name in names)
-        chunks = Chunks(self._settings)
-        if not self._is_even(*group[0], "x"):
-            chunks = Chunks.measured(self._settings, None, "ranks with unlike slices measure nothing")
-        self.kernels[names[0]] = kind(names, matmuls, self._mesh, mesh_dim, row_dim, chunks.settings, trained)
+        self.kernels[names[0]] = FusedMatmuls(
+            kind=kind,
+            nodes=names,
+            matmuls=tuple(matmul for _, matmul in group),
+            mesh_dim=mesh_dim,
+            row_dim=row_dim,
+            shape=self._shape(kind, group, mesh_dim, row_dim is not None),
+            is_even=self._is_even(*group[0], "x"),
+            differentiable=any(Value(name) in self._differentiable for name in names),
+        )
+
+    def _shape(self, kind: str, group: list[_Column], mesh_dim: int, rows: bool) -> LayerShape:
+        """Return a rank's part of a kernel: the products of all nodes as one."""
+        parts = []
+        for node, matmul in group:
+            assert node.call is not None
+            parts.append(rank_shape(kind, node.call, matmul, self.inputs[node.name], self._mesh.shape, mesh_dim))
+        return parts[0]._replace(n=sum(part.n for part in parts), sequence_parallel=rows)
 
     def _refuse(self, group: list[_Column], reason: str) -> None:
         self.fused += [Fusion(node.name, "", reason) for node, _ in group]

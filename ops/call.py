@@ -1,4 +1,4 @@
-"""A call of an operator in plain, checked values: the only input of the choice of a kernel."""
+"""What runs next to collectives, in plain, checked values: a matmul, or parts that are exchanged."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ FUSED_RANKS = (8, 16)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The values that the choice of a kernel depends on.
+class Matmul:
+    """A matmul next to a collective.
 
     m, k, n
         This rank's matmul ``[m, k] x [k, n]``; m counts gathered rows of all_gather_matmul, and rows before the
-        scatter of matmul_reduce_scatter. For expert_exchange, m counts the experts of a rank, and k and n are the width
-        of a row: the number of rows differs between ranks, and no choice may depend on it. For head_exchange, m counts
-        the heads of keys of a rank, k the tokens of all ranks, and n the features that are sent of a token; for
-        key_gather, m counts all heads of keys.
+        scatter of matmul_reduce_scatter.
     soc
         Name of the chip, for example ``"Ascend910B1"``, if a kernel depends on it; else empty.
     deterministic
@@ -86,6 +83,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an int8 weight or a communication in int8 that the operator cannot take."""
+        if self.operator not in OPERATORS:
+            raise ValueError(f"operator={self.operator!r} is not allowed: give one of {', '.join(OPERATORS)}")
         if self.antiquant or self.group_size:
             _check_antiquant(self)
         if self.comm_quant and not (self.int8_input and self.operator == ALL_REDUCE):
@@ -93,12 +92,14 @@ class Problem:
             raise ValueError(f"{self.operator} {given} takes no comm_scales, only {ALL_REDUCE} of int8 by int8 does")
 
     @property
-    def rows(self) -> int:
-        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two matmuls.
+    def shape(self) -> tuple[int, int, int]:
+        """The key of plans and of customized_coc: m, k and n."""
+        return self.m, self.k, self.n
 
-        Of an exchange its parts are split into groups.
-        """
-        return self.m if self.operator == ALL_REDUCE or self.is_exchange else self.m // self.ranks
+    @property
+    def rows(self) -> int:
+        """The number of rows to split into chunks: m for matmul_all_reduce, m / R for the other two."""
+        return self.m if self.operator == ALL_REDUCE else self.m // self.ranks
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -106,23 +107,91 @@ class Problem:
         return arithmetic_of(self.deterministic)
 
     @property
-    def is_exchange(self) -> bool:
-        """Whether it is an exchange around parts: it multiplies and sums nothing, and leaves each part whole."""
-        return self.operator in PART_NAMES
-
-    @property
     def cut(self) -> int:
         """The number of rows to cut; of columns for an int8 weight, so that each column is dequantised once."""
         return self.n if self.antiquant else self.rows
 
+    @property
+    def product_in_words(self) -> str:
+        """The rank's matmul in words."""
+        return f"[{self.m}, {self.k}] x [{self.k}, {self.n}]"
 
-def matmul_in_words(problem: Problem) -> str:
-    """Return a rank's matmul in words."""
-    return f"[{problem.m}, {problem.k}] x [{problem.k}, {problem.n}]"
+    @property
+    def in_words(self) -> str:
+        """Operator, matmul, dtype, ranks and device."""
+        weight = f" and int8 weight per {self.antiquant}" if self.antiquant else ""
+        weight = " of int8 by int8" if self.int8_input else weight
+        weight += " with communication in int8" if self.comm_quant else ""
+        return f"{self.operator} {list(self.shape)} {_of_ranks(self, weight)}"
 
 
-def problem_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.ProcessGroup) -> Problem:
-    """Check the operands of an operator and return the problem.
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange around independent parts (ops/part_exchange.py): it multiplies and sums nothing, and cuts no part.
+
+    parts
+        The experts of a rank, the heads of keys of a rank (head_exchange), or all heads of keys (key_gather).
+    tokens
+        The tokens of all ranks; of experts None: the number of rows differs between ranks, and no choice may depend on
+        it.
+    features
+        What is sent of a token: the width of a row of experts, or the features of queries, keys and values.
+    """
+
+    operator: str
+    parts: int
+    tokens: int | None
+    features: int
+    dtype: torch.dtype
+    device: str
+    ranks: int
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for an operator that is no exchange."""
+        if self.operator not in PART_NAMES:
+            raise ValueError(f"operator={self.operator!r} is not allowed: give one of {', '.join(PART_NAMES)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The key of plans and of customized_coc: parts, tokens (of experts features) and features."""
+        return self.parts, self.features if self.tokens is None else self.tokens, self.features
+
+    @property
+    def cut(self) -> int:
+        """The number of parts to split into groups."""
+        return self.parts
+
+    @property
+    def worker(self) -> str:
+        """What computes the parts, in words."""
+        return PART_NAMES[self.operator][0]
+
+    @property
+    def parts_in_words(self) -> str:
+        """What is split into groups, in words."""
+        return {EXPERT_EXCHANGE: "experts a rank", HEAD_EXCHANGE: "heads of keys a rank"}.get(
+            self.operator, "heads of keys"
+        )
+
+    @property
+    def in_words(self) -> str:
+        """Operator, parts, what is sent, dtype, ranks and device."""
+        tokens = f"{self.tokens} tokens of {self.features} features"
+        sent = f"rows of {self.features}" if self.tokens is None else tokens
+        return f"{self.operator} of {self.parts} {self.parts_in_words}, {sent} {_of_ranks(self)}"
+
+
+Call = Matmul | Exchange
+"""What runs next to collectives: the only input of a decision beside the settings."""
+
+
+def _of_ranks(call: Call, weight: str = "") -> str:
+    dtype = str(call.dtype).removeprefix("torch.")
+    return f"{dtype}{weight} on {call.ranks} {call.device} ranks"
+
+
+def matmul_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.ProcessGroup) -> Matmul:
+    """Check the operands of an operator and return its matmul.
 
     x [..., K] and w [K, N] must have the same device and, unless w is an int8 weight, the same floating dtype. An int8
     x needs an int8 w with scales per tensor or channel and no offset. The
@@ -140,29 +209,29 @@ def problem_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.Pr
             "pad the sequence to a multiple of it"
         )
     m = x.shape[:-1].numel() * (ranks if operator == ALL_GATHER else 1)
-    problem = Problem(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
+    matmul = Matmul(operator, m, w.shape[0], w.shape[1], x.dtype, x.device.type, ranks)
     if isinstance(x, QuantisedRows):
         check_int8_weight(operator, w)
         assert isinstance(w, QuantisedWeight)
-        return replace(problem, int8_input=True, scale_dtype=w.scale.dtype)
-    return with_scales(problem, w) if isinstance(w, QuantisedWeight) else problem
+        return replace(matmul, int8_input=True, scale_dtype=w.scale.dtype)
+    return with_scales(matmul, w) if isinstance(w, QuantisedWeight) else matmul
 
 
-def experts_problem(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Problem:
-    """Return the problem of an exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
-    return Problem(EXPERT_EXCHANGE, experts, x.shape[-1], x.shape[-1], x.dtype, x.device.type, group.size())
+def experts_exchange(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Exchange:
+    """Return the exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
+    return Exchange(EXPERT_EXCHANGE, experts, None, x.shape[-1], x.dtype, x.device.type, group.size())
 
 
-def heads_problem(
+def heads_exchange(
     operator: str, heads: int, tokens: int, features: int, x: torch.Tensor, group: dist.ProcessGroup
-) -> Problem:
-    """Return the problem of an exchange of heads or a gather of keys, as `Problem` counts them, of x's dtype."""
-    return Problem(operator, heads, tokens, features, x.dtype, x.device.type, group.size())
+) -> Exchange:
+    """Return an exchange of heads or a gather of keys, as `Exchange` counts them, of x's dtype."""
+    return Exchange(operator, heads, tokens, features, x.dtype, x.device.type, group.size())
 
 
-def with_scales(problem: Problem, w: QuantisedWeight) -> Problem:
-    """Return `problem` with the int8 weight `w` in place of a plain weight."""
-    return replace(problem, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
+def with_scales(matmul: Matmul, w: QuantisedWeight) -> Matmul:
+    """Return `matmul` with the int8 weight `w` in place of a plain weight."""
+    return replace(matmul, antiquant=w.grain, group_size=w.group_size, scale_dtype=w.scale.dtype)
 
 
 def check_operands(operator: str, x: Input, w: Weight | ModuleWeight) -> None:
@@ -182,15 +251,15 @@ def check_operands(operator: str, x: Input, w: Weight | ModuleWeight) -> None:
         raise ValueError(f"{operator}: x is on {x.device} and w on {w.device}; both must be on one device")
 
 
-def _check_antiquant(problem: Problem) -> None:
-    if problem.operator != ALL_REDUCE:
+def _check_antiquant(matmul: Matmul) -> None:
+    if matmul.operator != ALL_REDUCE:
         raise ValueError(
-            f"{problem.operator} takes no int8 weight (antiquant={problem.antiquant!r}), only {ALL_REDUCE} does: "
+            f"{matmul.operator} takes no int8 weight (antiquant={matmul.antiquant!r}), only {ALL_REDUCE} does: "
             "dequantise the weight first"
         )
-    check_group_size(problem.group_size)
-    if problem.antiquant not in GRAINS or (problem.antiquant == "group") != bool(problem.group_size):
+    check_group_size(matmul.group_size)
+    if matmul.antiquant not in GRAINS or (matmul.antiquant == "group") != bool(matmul.group_size):
         raise ValueError(
-            f"antiquant={problem.antiquant!r} with group_size={problem.group_size} is not allowed: give "
+            f"antiquant={matmul.antiquant!r} with group_size={matmul.group_size} is not allowed: give "
             f"one of {', '.join(GRAINS)}, and a group size with 'group' alone"
         )
