@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed compat-transformers test-vllm test-vllm-rest compat-vllm \
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed compat-transformers test-vllm test-vllm-rest compat-vllm ascend test-ascend \
 	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
@@ -92,7 +92,7 @@ compat-transformers: $(TRANSFORMERS_VERSIONS:%=compat-transformers-%)  ## contex
 compat-transformers-%: $(VENV)/ready
 	test -d .compat/transformers-$* || $(BIN)/python -m pip install --quiet --no-deps \
 		--target .compat/transformers-$* transformers==$*
-	PYTHONPATH=.compat/transformers-$* $(BIN)/python -m pytest tests/patches/test_transformers_context.py $(ARGS)
+	PYTHONPATH=.compat/transformers-$* $(BIN)/python -m pytest tests/patches/test_transformers_context.py tests/patches/test_context_proof.py $(ARGS)
 
 # DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
 # Its communication is compiled before the tests, whose ranks have a time limit, and in a folder of this checkout: in the user's cache checkouts would compile
@@ -143,6 +143,25 @@ $(VLLM_VERSIONS:%=compat-vllm-%): compat-vllm-%: .compat/vllm-%/ready
 	.compat/vllm-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# torch_npu's real wheel over an emulated CANN (contrib/emulated_ascend). It takes the torch of its number, which is the pinned one.
+PIP_ASCEND := .venv-ascend/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+ascend: .venv-ascend/ready  ## the real torch_npu on an emulated CANN: makes .venv-ascend once, 1.2 GB; python -m emulated_ascend runs a script
+
+.venv-ascend/ready: .venv-ascend/installed $(wildcard contrib/emulated_ascend/emulated_ascend/csrc/*)
+	.venv-ascend/bin/python -m emulated_ascend build
+	touch $@
+
+.venv-ascend/installed: constraints.txt contrib/emulated_ascend/pyproject.toml
+	$(PYTHON) -m venv .venv-ascend
+	$(PIP_ASCEND) setuptools wheel torch torch_npu==2.13.0 megatron-core transformers pytest pytest-timeout wrapt jinja2 networkx rich typer scipy
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PIP_ASCEND) --no-deps --no-build-isolation --editable . --editable contrib/emulated_ascend
+	touch $@
+
+# MINDSPEED and MEGATRON name checkouts, as compat-mindspeed has them; without them those tests are skipped.
+test-ascend: .venv-ascend/ready  ## the emulation's tests, and this package on it, 2 ranks
+	.venv-ascend/bin/python -m emulated_ascend run -- .venv-ascend/bin/python -m pytest -c tests/ascend/pytest.ini \
+		--confcutdir tests/ascend --durations 10 tests/ascend contrib/emulated_ascend/tests $(ARGS)
+
 # Each takes a checkout of the project at the installed version, fetches nothing, and runs its own tests plain and overlapped. What the
 # tests import beside this environment goes on PYTHONPATH (docs/upstream.md).
 upstream-torch: $(VENV)/ready  ## torch's tests of tensor parallelism: give PYTORCH=<checkout of pytorch>
@@ -181,4 +200,4 @@ $(VENV)/ready: $(VENV)/demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) .compat build dist *.egg-info
+	rm -rf $(VENV) .venv-ascend .compat build dist *.egg-info

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from moe import CASES
 
 from ascend_parallel.diagnostics.doctor import commit
 from ascend_parallel.tuning.bench.results import interval
+from ascend_parallel.tuning.launch.process_tree import process_tree
 from ascend_parallel.tuning.measured.chunk_plan import this_machine
 
 DATA = FOLDER / "data" / "figures.json"
@@ -51,7 +51,9 @@ ENGLISH, CHINESE = (
         headline=(
             "**{gain:.2f} times as fast** is a whole training step of a Megatron-core GPT with sequence parallelism: "
             "{ms} ms in place of {plain}, in 4 chunks, on two CPU\nranks with a link of 1 Gbit/s "
-            "([all figures](docs/measured.md)). All tests run on CPUs with gloo; nothing has been run on an NPU yet."
+            "(paired rounds; [all figures](docs/measured.md)). "
+            "Tests run on CPUs with gloo, and on the real torch_npu over an emulated CANN; "
+            "nothing has been run on an NPU yet."
         ),
         heads=("", "plain", "overlapped", "95 %", "with `COC_REGION=1`", "95 %", "measured"),
         place="{letter}: {machine}; {date}, commit {commit}.",
@@ -62,7 +64,8 @@ ENGLISH, CHINESE = (
             "**提速至 {gain:.2f} 倍**：开启序列并行的 Megatron-core GPT，一个完整的训练 step "
             "从 {plain} ms 降到 {ms} ms，"
             "切成 4 份，两个 CPU rank 之间是 1 Gbit/s 的链路\n"
-            "（[全部数字](docs/measured.zh.md)）。所有测试都在 CPU 上用 gloo 运行，尚未在 NPU 上运行过。"
+            "（比值是逐对 step 的中位数；[全部数字](docs/measured.zh.md)）。"
+            "测试在 CPU 上用 gloo 运行，也在真实的 torch_npu 配模拟的 CANN 上运行；尚未在 NPU 上运行过。"
         ),
         heads=("", "原样", "掩盖", "95 %", "`COC_REGION=1`", "95 %", "测量"),
         place="{letter}：{machine}；{date}，提交 {commit}。",
@@ -146,7 +149,10 @@ def measure(benchmark: Benchmark) -> dict[str, Row]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         command = [sys.executable, str(FOLDER / benchmark.script), *benchmark.options, "--json", str(file)]
-        subprocess.run(command, check=True)
+        with process_tree(command, patience=10) as process:
+            code = process.wait()
+        if code:
+            raise SystemExit(f"{' '.join(command)} ended with {code}")
         results = json.loads(file.read_text())
     here = this_machine(2, torch.device("cpu"), "gloo")
     where = {

@@ -59,8 +59,9 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from training import forwards, gpt_step
 
 import ascend_parallel
+from ascend_parallel.diagnostics.intervals import length
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, read_run
-from ascend_parallel.diagnostics.timeline.table import communicating, length
+from ascend_parallel.diagnostics.timeline.table import communicating
 from ascend_parallel.patches.torch_native.styles import ACTIVE_PATCH as TORCH
 from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH as TRANSFORMERS
 from ascend_parallel.settings import Settings, current_settings

@@ -33,8 +33,13 @@ import torch.distributed as dist
 from measuring import gain, in_turn, milliseconds, on_ranks, options_of, run, table
 
 from ascend_parallel.ops import chunked, reference, shm
-from ascend_parallel.ops.operators import run_all_gather_matmul, start_matmul_all_reduce, start_matmul_reduce_scatter
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
+from ascend_parallel.ops.operators import (
+    decided,
+    run_all_gather_matmul,
+    start_matmul_all_reduce,
+    start_matmul_reduce_scatter,
+)
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.pass_parts import Collective
@@ -155,7 +160,7 @@ def cases(operator: str, shape: list[int], dtype: torch.dtype, group: dist.Proce
     sizes, collective = split_rows(split, CHUNKS), Collective(operator, group, w, split, rows.shape[1])
     place, product = torch.zeros_like(rows), torch.zeros(m, n, dtype=dtype)
     y = torch.zeros(m // ranks if operator == "matmul_reduce_scatter" else m, n, dtype=dtype)
-    pieces = shm.pieces(Problem(operator, m, k, n, dtype, "cpu", ranks))
+    pieces = shm.pieces(Matmul(operator, m, k, n, dtype, "cpu", ranks))
     results = (y, place, shm.gathers_before_matmul(split)) if gathers else (y,)
     calls: dict[str, Call] = {
         "shm": lambda: run_kernel(shm, operator, x, w, group, pieces),
@@ -183,9 +188,9 @@ def run_kernel(
 def through_choice(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Run an operator as `linear` does."""
     if operator == "all_gather_matmul":
-        return run_all_gather_matmul(x, w, group, FUSED)[0]
+        return run_all_gather_matmul(x, w, group, decided(operator, x, w, group, FUSED))[0]
     begin = start_matmul_all_reduce if operator == "matmul_all_reduce" else start_matmul_reduce_scatter
-    return begin(x, w, group, FUSED).wait()
+    return begin(x, w, group, decided(operator, x, w, group, FUSED)).wait()
 
 
 def moved(operator: str, ranks: int, size: int) -> int:

@@ -2,6 +2,7 @@
 
     python benchmarks/host_cost.py            operators, layers and reads, a table of each
     python benchmarks/host_cost.py --layers   Megatron-core's layers alone, some seconds
+    python benchmarks/host_cost.py --loops    both loops of chunks beside Megatron-core's layers, a minute
     python benchmarks/host_cost.py --reads    reads of unfinished rows alone, some seconds
 
 Operators. On shapes too small for the work to matter, the chunked operators are timed beside the same calls of
@@ -20,6 +21,10 @@ Layers. The forward of Megatron-core's layers on 128 rows of 32 features, with g
 COC_PARALLEL_NUM=auto, which leaves so small a layer whole, and patched with 4 chunks; processor time of the calling
 thread, medians of the slowest rank in microseconds.
 
+Loops. Forward and backward of the same layers, warm: Megatron-core's own, in 4 chunks that Python loops over, and in 4
+that the C++ extension loops over, in turn; processor time of the calling thread, medians of the slowest rank in
+microseconds.
+
 Reads. What an operator of a region costs the host where a wait takes no time: rows in 4 chunks whose all-reduces have
 finished, which nobody has waited for yet. An addition and a norm of such rows, with the read of their result, beside
 torch's own of finished rows; and a read of the rows themselves, beside nothing. Processor time of the calling thread,
@@ -36,6 +41,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +50,7 @@ from megatron_cpu import end_model_parallel, megatron_on_cpu, start_model_parall
 
 import ascend_parallel
 from ascend_parallel import ops
+from ascend_parallel.ops import chunk_loop
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.unfinished import finished, unfinished
 from ascend_parallel.overlap.linear import column_linear, row_linear
@@ -68,6 +75,8 @@ LAYER_SETTINGS: dict[str, dict[str, Any]] = {
     "left whole": {"auto": True},
     "4 chunks": {"num_chunks": 4},
 }
+# By name the chunks, and whether the C++ extension loops over them.
+LOOPS = {"megatron's": (1, True), "Python's loop": (4, False), "C++ loop": (4, True)}
 READ_CHUNKS = 4
 RESIDUAL = torch.ones(READ_CHUNKS * ROWS, WIDTH)
 READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -90,6 +99,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="calls timed together in a round (default: 10)")
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--layers", action="store_true", help="Megatron-core's layers alone")
+    alone.add_argument("--loops", action="store_true", help="both loops of chunks alone")
     alone.add_argument("--reads", action="store_true", help="reads of unfinished rows alone")
     options = parser.parse_args()
     chunks = sorted(set(options.chunks))
@@ -99,12 +109,15 @@ def main() -> None:
         parser.error("--ranks needs 2 or more, --rounds and --calls 1 or more")
     load = os.getloadavg()[0]
     measure = partial(on_ranks, ranks=options.ranks, rounds=options.rounds, calls=options.calls)
-    if not options.layers and not options.reads:
-        print(operators(options, chunks))
-    if not options.reads:
-        print(layers(measure("host_cost:layer_times")))
-    if not options.layers:
-        print(reads(measure("host_cost:read_times")))
+    parts = {
+        "operators": lambda: operators(options, chunks),
+        "layers": lambda: layers(measure("host_cost:layer_times")),
+        "loops": lambda: loops(measure("host_cost:loop_times")),
+        "reads": lambda: reads(measure("host_cost:read_times")),
+    }
+    asked = [name for name in parts if getattr(options, name, False)]
+    for name in asked or parts:
+        print(parts[name]())
     if load > BUSY_LOAD:
         print(f"The machine was busy before (load {load:.1f}): wall is unreliable.")
 
@@ -125,6 +138,15 @@ def layers(measured: dict[str, dict[str, list[float]]]) -> str:
         cells.append([name, f"{own:.0f}", *(f"{took:.0f}" for took in patched), f"{patched[0] / own:.2f}"])
     found = table(["layer", *LAYER_SETTINGS, "left whole / megatron's"], cells)
     return f"{found}\n\nThe goal of a layer that is left whole is {LEFT_WHOLE_GOAL} times Megatron-core's own."
+
+
+def loops(measured: dict[str, dict[str, list[float]]]) -> str:
+    """Return the table of the loops."""
+    cells = []
+    for name, times in measured.items():
+        own, python, native = (1e6 * median(times[loop]) for loop in LOOPS)
+        cells.append([name, f"{own:.0f}", f"{python:.0f}", f"{native:.0f}", f"{python / native:.2f}"])
+    return "\n" + table(["layer in 4 chunks", *LOOPS, "Python's / C++"], cells)
 
 
 def reads(measured: dict[str, dict[str, list[float]]]) -> str:
@@ -197,6 +219,48 @@ def layer_times(group: dist.ProcessGroup, rounds: int, calls: int) -> dict[str, 
         ascend_parallel.configure(num_chunks=1)
         end_model_parallel()
     return found
+
+
+def loop_times(group: dist.ProcessGroup, rounds: int, calls: int) -> dict[str, dict[str, list[float]]]:
+    """Return the slowest rank's seconds of each pass of a layer, by loop."""
+    if isinstance(native := chunk_loop.LOOP, str):
+        raise RuntimeError(f"there is nothing to compare: {native}")
+    passes = [f"{name}, {direction}" for name in LAYERS for direction in ("forward", "backward")]
+    found: dict[str, dict[str, list[float]]] = {name: {loop: [] for loop in LOOPS} for name in passes}
+    with megatron_on_cpu():
+        start_model_parallel(group.size())
+        for name, (kind, sequence_parallel) in LAYERS.items():
+            layer, x = megatron_layer(kind, group.size(), sequence_parallel)
+            for index in range(-1, rounds):
+                for loop, (number, in_native) in LOOPS.items():
+                    ascend_parallel.configure(num_chunks=number)
+                    with mock.patch.object(chunk_loop, "LOOP", native if in_native else "a benchmark"):
+                        pass_times(layer, x, 1)
+                        for direction, took in zip(("forward", "backward"), pass_times(layer, x, calls), strict=True):
+                            found[f"{name}, {direction}"][loop] += [took] if index >= 0 else []
+        ascend_parallel.configure(num_chunks=1)
+        end_model_parallel()
+    for times in found.values():
+        for loop, seconds in times.items():
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            times[loop] = slowest.tolist()
+    return found
+
+
+def pass_times(layer: Any, x: torch.Tensor, calls: int) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward, means of `calls`."""
+    forward = backward = 0.0
+    for _ in range(calls):
+        dist.barrier()
+        start = time.thread_time()
+        y = layer(x)[0]
+        forward += time.thread_time() - start
+        dy = torch.ones_like(y)
+        start = time.thread_time()
+        y.backward(dy)
+        backward += time.thread_time() - start
+    return forward / calls, backward / calls
 
 
 def megatron_layer(kind: str, ranks: int, sequence_parallel: bool) -> tuple[Any, torch.Tensor]:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 import ascend_parallel
+from ascend_parallel.diagnostics.intervals import length, union, within
 from ascend_parallel.diagnostics.timeline.files import read_run
-from ascend_parallel.diagnostics.timeline.table import communicating, length, union, within
+from ascend_parallel.diagnostics.timeline.table import communicating
 
 RANK = 16
 Adapt = Callable[[nn.Module], nn.Module]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from measuring import gain, on_ranks, options_of, run, table
 
-from ascend_parallel.ops.problem import Problem
+from ascend_parallel.ops.call import Matmul
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.overlap.layer_shape import LayerOperator
 from ascend_parallel.tuning.bench.passes import SERIAL
@@ -79,7 +79,7 @@ class Line:
     def cells(self) -> list[str]:
         """The cells of the pass and of its chunks."""
         name = self.name if not self.name.startswith("model") else f"{self.name}: {' '.join(map(str, self.sizes))}"
-        problem = self.operator.problem
+        problem = self.operator.matmul
         shape = f"{problem.m},{problem.k},{problem.n}"
         times = [f"{1e3 * value:.1f}" for value in (self.breakdown.computation, self.breakdown.communication)]
         return [self.rate, self.layer, self.operator.direction, shape, *times, name]
@@ -146,7 +146,7 @@ def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
     """Predict each variant of a pass from its parts."""
     breakdown = PassBreakdown(**measured["parts"])
     direction, name, *sizes = (measured[name] for name in ("run", "operator", "m", "k", "n"))
-    operator = LayerOperator(direction, Problem(name, *sizes, torch.float32, "cpu", RANKS))
+    operator = LayerOperator(direction, Matmul(name, *sizes, torch.float32, "cpu", RANKS))
     layer = measured["kind"] + (", sequence" if measured["sequence_parallel"] else ", all-reduce")
     return [
         Line(
@@ -158,7 +158,7 @@ def lines_of(rate: str, measured: dict[str, Any]) -> list[Line]:
             breakdown=breakdown,
             serial=median(measured["times"][SERIAL]),
             measured=median(measured["times"][name]),
-            predicted=seconds(operator.problem, breakdown, sizes),
+            predicted=seconds(operator.matmul, breakdown, sizes),
         )
         for name, sizes in measured["sizes"].items()
     ]

@@ -18,6 +18,8 @@ from math import prod
 
 from measuring import FOLDER, options_of, table
 
+from ascend_parallel.tuning.launch.process_tree import process_tree
+
 CASES: tuple[tuple[int, str] | tuple[int, str, str], ...] = (
     (2, "8"),
     (32, "8"),
@@ -59,7 +61,11 @@ def main() -> None:
     print(table(heads, []))
     for layers, mesh, *model in CASES:
         command = [sys.executable, __file__, "--layers", str(layers), "--mesh", mesh, "--model", *(model or [LLAMA])]
-        print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+        with process_tree(command, patience=0, stdout=subprocess.PIPE) as process:
+            row = process.communicate()[0].decode().strip()
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        print(row, flush=True)
 
 
 def measure(layers: int, sizes: tuple[int, ...], name: str) -> str:

@@ -34,7 +34,7 @@ from published.gains_report import show_published
 from ascend_parallel.cli import predict
 from ascend_parallel.cli.options import SequenceOption, dtype_of
 from ascend_parallel.cli.output import console, errors, progress_console
-from ascend_parallel.ops.problem import ALL_REDUCE, Problem
+from ascend_parallel.ops.call import ALL_REDUCE, Matmul
 from ascend_parallel.text.tables import markdown_table
 from ascend_parallel.tuning.cost_model.assumptions import Assumptions
 from ascend_parallel.tuning.cost_model.chunk_pipeline import makespan
@@ -245,7 +245,7 @@ def _squares() -> str:
 
 def _operator() -> str:
     costs = _costs(find_hardware("ascend-910b1"))
-    problem = Problem(ALL_REDUCE, *OPERATOR, torch.float16, "npu", PUBLISHED_TP)
+    problem = Matmul(ALL_REDUCE, *OPERATOR, torch.float16, "npu", PUBLISHED_TP)
     whole = (problem.rows,)
 
     def seconds(sizes: tuple[int, ...]) -> float:

@@ -2,6 +2,7 @@
 
 python benchmarks/serving.py --link 1gbit     (as root: a network namespace whose loopback has this rate each way)
 python benchmarks/serving.py --host           (what a replaced method, and an operator, costs where it does nothing)
+python benchmarks/serving.py --invariant      (COC_DETERMINISTIC=invariant, in one chunk and in four)
 python benchmarks/serving.py --decoding       (a token of decoding in one engine, whose overlap is switched in turn)
 
 A small random Llama on two ranks; every way is an engine of its own, in turn, with vLLM's own executor and its
@@ -42,6 +43,12 @@ COMPILED_WAYS = {
     "as it is": {},
     "operators in chunks": {"COC_PARALLEL_NUM": "4"},
     "auto": {"COC_PARALLEL_NUM": "auto"},
+}
+# The logprobs of a trainer: products in tiles, and the tree over ranks, whose chunks run under the next one's products.
+INVARIANT_WAYS = {
+    "as it is": {},
+    "invariant": {"COC_DETERMINISTIC": "invariant", "COC_PARALLEL_NUM": "1"},
+    "invariant, 4 chunks": {"COC_DETERMINISTIC": "invariant", "COC_PARALLEL_NUM": "4"},
 }
 
 
@@ -200,6 +207,8 @@ def processes() -> list[Path]:
 
 def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """Return `measured` of a process of its own."""
+    from ascend_parallel.tuning.launch.process_tree import process_tree
+
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COC_", "USE_COC_"))}
     env = {
         **kept,
@@ -213,10 +222,11 @@ def one_run(given: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         **variables,
     }
     command = [sys.executable, __file__, "--inside", json.dumps(given)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=900)
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    with process_tree(command, patience=10, env=env, stdout=subprocess.PIPE) as process:
+        said = process.communicate(timeout=900)[0].decode(errors="replace")
+    lines = [line[7:] for line in said.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise SystemExit(f"a run failed: {done.stdout[-2000:]}")
+        raise SystemExit(f"a run failed: {said[-2000:]}")
     return json.loads(lines[0])
 
 
@@ -227,8 +237,9 @@ def host_costs() -> list[str]:
     import torch
     import vllm.envs  # noqa: F401  the patches look it up
 
+    from ascend_parallel.ops.row_wise import MATMULS, NORMS
     from ascend_parallel.patches.vllm.layers import Vllm, all_reduce, make_row_forward
-    from ascend_parallel.patches.vllm.row_wise import MATMULS, NORMS, row_wise_call
+    from ascend_parallel.patches.vllm.row_wise import row_wise_call
     from ascend_parallel.settings import Settings
 
     def nothing(*_: Any) -> None:
@@ -310,6 +321,8 @@ def operator_costs(layers: int = 16) -> list[str]:
 
 def in_slow_namespace(rate: str, command: list[str]) -> int:
     """Run a command in a network namespace whose loopback has the rate each way; return its exit code."""
+    from ascend_parallel.tuning.launch.process_tree import process_tree
+
     name = f"serving{os.getpid()}"
     number = int("".join(filter(str.isdigit, rate)))
     shared = f"{2 * number}{rate.lstrip('0123456789')}"  # both directions pass the loopback
@@ -322,7 +335,8 @@ def in_slow_namespace(rate: str, command: list[str]) -> int:
         run("ip", "-n", name, "link", "set", "lo", "up")
         tc = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", shared, "burst", "1m", "latency", "200ms"]
         run("ip", "netns", "exec", name, *tc)
-        return subprocess.run(["ip", "netns", "exec", name, *command]).returncode
+        with process_tree(["ip", "netns", "exec", name, *command], patience=30) as process:
+            return process.wait()
     finally:
         run("ip", "netns", "del", name)
 
@@ -369,6 +383,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--compiled", action="store_true", help="compiled models, vLLM's default")
+    parser.add_argument("--invariant", action="store_true", help="what COC_DETERMINISTIC=invariant costs")
     parser.add_argument("--host", action="store_true", help="microseconds of replaced methods, without an engine")
     parser.add_argument("--decoding", type=int, nargs="?", const=40, metavar="PAIRS", help="decoding alone, default 40")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time to this file too; seconds, bytes")
@@ -397,7 +412,7 @@ def main() -> int:
                 options.json.write_text(json.dumps({"options": vars(options), "seconds": seconds}, default=str))
             print(decoding_told(seconds))
             return 0
-        ways = COMPILED_WAYS if options.compiled else WAYS
+        ways = COMPILED_WAYS if options.compiled else INVARIANT_WAYS if options.invariant else WAYS
         runs: dict[str, list[Any]] = {way: [] for way in ways}
         for _ in range(options.rounds):
             for way, variables in ways.items():

@@ -50,8 +50,9 @@ from megatron_cpu import (
 )
 
 import ascend_parallel
+from ascend_parallel.diagnostics.intervals import length, union
 from ascend_parallel.diagnostics.timeline.files import COMPUTING, Pass, read_run
-from ascend_parallel.diagnostics.timeline.table import communicating, exposed, length, union
+from ascend_parallel.diagnostics.timeline.table import communicating, exposed
 
 RANKS, PLAIN = 2, "plain"
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -190,16 +190,17 @@ def small_gpt(
     recompute: bool = False,
     seed: int = 1234,
     dtype: torch.dtype = torch.float32,
+    change_layer: Callable[[Any], None] | None = None,
     **config_overrides: Any,
 ) -> torch.nn.Module:
     """Return Megatron's GPTModel, built from its local layers, small enough for a CPU.
 
     ``tied`` shares the embedding's weight with the output layer; ``rope`` turns queries and keys by their positions in
-    place of learned embeddings of positions; ``recompute`` recomputes every layer
-    in backward; ``config_overrides`` go to TransformerConfig. The norms are Megatron's own, or `PlainNorm` with
-    sequence parallel. The weights depend only on ``seed``: tensor-parallel ranks hold slices of the same whole model.
-    The caller's random state is unchanged. With pipeline parallel each stage holds its share of the layers and draws
-    its own weights.
+    place of learned embeddings of positions; ``recompute`` recomputes every layer in backward; ``change_layer``
+    changes the submodules of a layer's spec; ``config_overrides`` go to TransformerConfig. The norms are Megatron's
+    own, or `PlainNorm` with sequence parallel. The weights depend only on ``seed``: tensor-parallel ranks hold slices
+    of the same whole model. The caller's random state is unchanged. With pipeline parallel each stage
+    holds its share of the layers and draws its own weights.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -207,11 +208,14 @@ def small_gpt(
 
     config = _small_config(num_layers, hidden, heads, sequence_parallel, recompute, dtype, config_overrides)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    spec = _with_plain_norms(layer, config) if sequence_parallel else layer
+    if change_layer is not None:
+        change_layer(layer.submodules)
     with torch.random.fork_rng(devices=[]):
         _manual_seed(seed)
         model: torch.nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=_with_plain_norms(layer, config) if sequence_parallel else layer,
+            transformer_layer_spec=spec,
             vocab_size=vocab,
             max_sequence_length=seq,
             pre_process=parallel_state.is_pipeline_first_stage(),

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from ascend_parallel.diagnostics.timeline.files import read_run
 from ascend_parallel.diagnostics.timeline.table import table
+from ascend_parallel.tuning.launch.process_tree import process_tree
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("transformers_tp", "torch_tp", "deepspeed_tp", "megatron_moe", "megatron_compiled", "long_sequence")
@@ -77,10 +78,11 @@ def _run(args: Any, script: list[str], variables: dict[str, str], out: str) -> t
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     words += [str(FOLDER / f"{args.script}.py"), "--out", out, *script]
     environ |= {"OMP_NUM_THREADS": "1", "COC_LOG_LEVEL": "info", **variables}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr[-4000:]}")
-    return [torch.load(f"{out}.{rank}") for rank in range(args.ranks)], done.stdout + done.stderr
+    with process_tree(words, patience=5, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        said = process.communicate(timeout=TIME_LIMIT)[0].decode(errors="replace")
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{said[-8000:]}")
+    return [torch.load(f"{out}.{rank}") for rank in range(args.ranks)], said
 
 
 def _hidden(folder: Path) -> dict[str, Any]:

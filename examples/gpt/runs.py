@@ -19,6 +19,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ascend_parallel.tuning.launch.link import LinkEndpoint
+from ascend_parallel.tuning.launch.process_tree import process_tree
 
 TRAIN = Path(__file__).with_name("train.py")
 OURS = "ascend_parallel: "  # with which begins what the package says
@@ -82,16 +83,15 @@ def _processes(
     commands: list[list[str]], environments: list[dict[str, str]], logs: list[Path]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start one process per command, its output in its log; none outlives the context."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        processes = []
         for command, environment, log in zip(commands, environments, logs, strict=True):
-            with log.open("wb") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            output = stack.enter_context(log.open("wb"))
+            tree = process_tree(
+                command, patience=0, folder=log.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            processes.append(stack.enter_context(tree))
         yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _wait(
