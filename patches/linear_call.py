@@ -219,7 +219,7 @@ def _run(
     framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, begin: Begin | None = None
 ) -> Any:
     """Run the call overlapped; a check observes the start of its backward."""
-    layer = _layer(framework, call, group, known, begin)
+    layer = layer_of(framework, call, group, known, begin)
     x = call.x if call.enter is None else call.enter(call.x)
     if call.own_matmul is not None:
         y = _run_own_matmul(framework, call, x, layer, call.own_matmul)
@@ -246,10 +246,10 @@ def layer_around(framework: Framework, call: LinearCall) -> ParallelLinear | Non
     """
     group, shared = framework.group_of(call.layer), call.sequence_dim is not None
     known = framework.prepare(call.layer, call.kind, call.x, call.weight, group, sequence_parallel=shared)
-    return None if known.original else _layer(framework, call, group, known)
+    return None if known.original else layer_of(framework, call, group, known)
 
 
-def _layer(
+def layer_of(
     framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, begin: Begin | None = None
 ) -> ParallelLinear:
     """Return the layer that runs the call, or its collectives around a matmul of the program.

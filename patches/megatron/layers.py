@@ -22,6 +22,7 @@ from ascend_parallel.ops.call import Matmul
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
+from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
@@ -39,6 +40,7 @@ from ascend_parallel.patches.megatron.every_degree import (
 )
 from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import captures_each_layer, uncovered_column, uncovered_layer
+from ascend_parallel.patches.megatron.warm import WarmCalls
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
@@ -64,6 +66,7 @@ class Megatron(Framework):
         self.groups_handed_down = version >= (0, 13)
         own_groups = ("ep_group", "tp_group", "parallel_group")
         self._group_names = own_groups if self.groups_handed_down else ("parallel_group",)
+        self.warm = WarmCalls(self)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`, or the expert-parallel group of a mixture of experts.
@@ -136,6 +139,13 @@ class Megatron(Framework):
         """Name a function behind `layer` that was replaced, on this rank at least; None: there is none."""
         text = self._originals.look().function or self._originals.replaced_impl(layer)
         return f"what it computes was replaced: {text}" if text else None
+
+    def any_replaced(self, layer: Any) -> bool:
+        """Tell whether a function behind `layer` is not Megatron-core's own, or one that communicates was not."""
+        replaced = self._originals.look()
+        if replaced.function is not None or replaced.collective is not None or self._compared_as_replaced:
+            return True
+        return self._originals.replaced_impl(layer) is not None
 
     def compared(self) -> Mapping[str, Any]:
         """Return the functions that communicate: they must be the same on all ranks."""
@@ -282,6 +292,11 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
+        if (warm := megatron.warm.find(self, "column", input_, weight, runtime_gather_output)) is not None:
+            used = self._parameters["weight"] if weight is None else weight
+            bias = self._parameters["bias"]
+            y = run_column(input_, used, None if self.skip_bias_add else bias, warm)
+            return y, bias if self.skip_bias_add else None
         key = megatron.call_key(self, "column", input_, weight) if megatron.notes_left_whole else None
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_, weight, runtime_gather_output)
@@ -321,6 +336,7 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
             by_original = functools.partial(original, runtime_gather_output=runtime_gather_output)
             call.beside = functools.partial(beside_original, original=by_original)
         output: Output = run_linear(megatron, call)
+        megatron.warm.keep(call, weight, runtime_gather_output)
         return output
 
     return _installed(forward, original, megatron, lambda layer: layer.output_size_per_partition == layer.output_size)
@@ -335,6 +351,8 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     def forward(self: Any, input_: torch.Tensor) -> Output:
+        if (warm := megatron.warm.find(self, "row", input_, None)) is not None:
+            return _row_output(megatron, self, run_row(input_, self._parameters["weight"], warm))
         key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
         if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
             return original(self, input_)
@@ -367,6 +385,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
             by_original: OriginalForward = lambda layer, x, _: original(layer, x)  # noqa: E731
             call.beside = functools.partial(beside_original, original=by_original)
         output: Output = run_linear(megatron, call)
+        megatron.warm.keep(call, None)
         return output
 
     return _installed(forward, original, megatron, lambda layer: layer.input_size_per_partition == layer.input_size)

@@ -1,0 +1,151 @@
+"""Calls of Megatron-core's linear layers that were decided before: what was read then is the key of one look-up.
+
+A warm call takes the layer of its key, and runs. What is read of the layer, its configuration, the program's arguments
+and its operands is in the key; what may change beside them, the replaced functions and regions, is asked at each call.
+A call that the key does not describe in full is never kept: it is decided each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.patches.linear_call import LinearCall, layer_of
+from ascend_parallel.patches.megatron.conflicts import CONFLICTS, arguments
+from ascend_parallel.patches.megatron.uncovered import FSDP_BUFFER
+
+if TYPE_CHECKING:
+    from ascend_parallel.patches.megatron.layers import Megatron
+
+# What the forwards read of a layer beside its parameters, and of its configuration.
+OF_LAYERS = (
+    "sequence_parallel",
+    "skip_bias_add",
+    "gradient_accumulation_fusion",
+    "explicit_expert_comm",
+    "gtp_remat_size",
+    "output_dtype",
+    "gather_output",
+    "output_size_per_partition",
+    "input_size",
+    "allreduce_dgrad",
+    "disable_grad_reduce",
+    "input_is_parallel",
+)
+OF_CONFIGS = ("deterministic_mode", "defer_embedding_wgrad_compute", "_cpu_offloading_context", *CONFLICTS)
+FSDP = "__fsdp_param__"
+MOST_KEPT = 4096
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class WarmCalls:
+    """The decided calls of one framework's settings, by group and key."""
+
+    def __init__(self, megatron: Megatron) -> None:
+        """Keep none yet; none ever where each call is checked, measured, digested or needs the tree."""
+        settings = megatron.settings
+        self._megatron = megatron
+        self._keeps = megatron.verifier is None and not megatron.decider.measures and settings.digests is None
+        self._keeps = self._keeps and not settings.arithmetic.forms_every_product
+        self._of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[str, Any]]] = WeakKeyDictionary()
+
+    def find(
+        self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor | None, gathers: bool | None = None
+    ) -> ParallelLinear | None:
+        """Return the layer that runs a call of `layer` with x; None: it is to be decided.
+
+        weight, gathers: as a column layer's caller gives them; None: the layer's own.
+        """
+        if not self._keeps or not dist.is_initialized():
+            return None
+        megatron = self._megatron
+        group = megatron.group_of(layer)
+        calls = self._of_groups.get(group)
+        if calls is None or (options := calls.get(_key(layer, kind, x, weight, gathers))) is None:
+            return None
+        if megatron.region_choice.on or megatron.region_choice.undecided or megatron.any_replaced(layer):
+            return None
+        found: ParallelLinear = object.__new__(ParallelLinear)  # a constructor takes five times as long
+        vars(found).update(options, group=group)
+        if layer.gradient_accumulation_fusion:
+            own = layer._parameters.get("weight")
+            used = own if weight is None else weight
+            if megatron.version >= FSDP_BUFFER and (hasattr(own, FSDP) or hasattr(used, FSDP)):
+                return None
+            vars(found)["weight_gradient"] = megatron.weight_gradient(layer, used, None)
+        return found
+
+    def keep(self, call: LinearCall, weight: torch.Tensor | None, gathers: bool | None = None) -> None:
+        """Keep a call that was decided, once its group's ranks have agreed, for later ones with its key."""
+        megatron, layer = self._megatron, call.layer
+        if not self._keeps or megatron.region_choice.on or megatron.region_choice.undecided:
+            return
+        if call.own_matmul is not None or call.enter is not None or not _is_described(call, weight, gathers):
+            return
+        group = megatron.group_of(layer)
+        if megatron.unconfirmed(group) is not None or megatron.any_replaced(layer):
+            return
+        known = megatron.prepare(layer, call.kind, call.x, call.weight, group)
+        options = dict(vars(layer_of(megatron, call, group, known)))
+        del options["group"]  # the table would keep it alive
+        options["weight_gradient"] = WeightGradient()
+        calls = self._of_groups.setdefault(group, {})
+        if len(calls) == MOST_KEPT:
+            calls.clear()
+        calls[_key(layer, call.kind, call.x, weight, gathers)] = options
+
+
+def _key(
+    layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor | None, gathers: bool | None
+) -> tuple[Hashable, ...]:
+    """Return the plain values that decide a call."""
+    config, parsed, parameters = layer.config, arguments(), layer._parameters
+    own = parameters.get("weight")
+    used = own if weight is None else weight
+    return (
+        kind,
+        gathers,
+        type(layer),
+        "parametrizations" in layer._modules,
+        type(x),
+        weight is None,
+        type(used),
+        None if used is None else used.shape,
+        getattr(own, "partition_stride", 1),
+        type(parameters.get("bias")),
+        type(config),
+        *map(vars(layer).get, OF_LAYERS),
+        *map(vars(config).get, OF_CONFIGS),
+        *(() if parsed is None else map(vars(parsed).get, CONFLICTS)),
+    )
+
+
+def _is_described(call: LinearCall, weight: torch.Tensor | None, gathers: bool | None) -> bool:
+    """Tell whether the key of a call has all that decides it, and no feature that is decided at each call."""
+    layer, config, parsed = call.layer, call.layer.config, arguments()
+    parameters, features = layer._parameters, ("defer_embedding_wgrad_compute", "_cpu_offloading_context")
+    asked = layer.gather_output if gathers is None and call.kind == "column" else gathers
+    return (
+        type(call.x) in _PLAIN
+        and type(call.weight) in _PLAIN
+        and call.weight is (parameters.get("weight") if weight is None else weight)
+        and layer.bias is parameters.get("bias", layer)
+        and not asked
+        and "parametrizations" not in layer._modules
+        and _holds(layer, vars(layer), OF_LAYERS)
+        and _holds(config, vars(config), OF_CONFIGS)
+        and not any(map(vars(config).get, features))
+        and (parsed is None or _holds(parsed, vars(parsed), CONFLICTS))
+    )
+
+
+def _holds(holder: Any, held: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Tell whether an object's attributes of these names are its own, and plain: neither its class's nor computed."""
+    found = [(getattr(holder, name, None), held.get(name)) for name in names]
+    return all(value is own and isinstance(value, Hashable) for value, own in found)
