@@ -66,7 +66,7 @@ class Megatron(Framework):
         self.groups_handed_down = version >= (0, 13)
         own_groups = ("ep_group", "tp_group", "parallel_group")
         self._group_names = own_groups if self.groups_handed_down else ("parallel_group",)
-        self.warm = WarmCalls(self)
+        self.warm = WarmCalls(self, version, any_replaced=self._any_replaced, weight_gradient=self.weight_gradient)
 
     def group_of(self, layer: Any) -> dist.ProcessGroup:
         """Return the tensor-parallel group of `layer`, or the expert-parallel group of a mixture of experts.
@@ -140,7 +140,7 @@ class Megatron(Framework):
         text = self._originals.look().function or self._originals.replaced_impl(layer)
         return f"what it computes was replaced: {text}" if text else None
 
-    def any_replaced(self, layer: Any) -> bool:
+    def _any_replaced(self, layer: Any) -> bool:
         """Tell whether a function behind `layer` is not Megatron-core's own, or one that communicates was not."""
         replaced = self._originals.look()
         if replaced.function is not None or replaced.collective is not None or self._compared_as_replaced:

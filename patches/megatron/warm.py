@@ -7,8 +7,8 @@ A call that the key does not describe in full is never kept: it is decided each 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,12 +16,10 @@ import torch.distributed as dist
 
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.weight_gradient import WeightGradient
+from ascend_parallel.patches.framework import Framework
 from ascend_parallel.patches.linear_call import LinearCall, layer_of
 from ascend_parallel.patches.megatron.conflicts import CONFLICTS, arguments
 from ascend_parallel.patches.megatron.uncovered import FSDP_BUFFER
-
-if TYPE_CHECKING:
-    from ascend_parallel.patches.megatron.layers import Megatron
 
 # What the forwards read of a layer beside its parameters, and of its configuration.
 OF_LAYERS = (
@@ -44,14 +42,35 @@ MOST_KEPT = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class ToGradient(Protocol):
+    """Returns where the weight gradient of a layer's call goes."""
+
+    def __call__(self, layer: Any, weight: Any, begin: None) -> WeightGradient:
+        """Return it."""
+
+
 class WarmCalls:
     """The decided calls of one framework's settings, by group and key."""
 
-    def __init__(self, megatron: Megatron) -> None:
-        """Keep none yet; none ever where each call is checked, measured, digested or needs the tree."""
-        settings = megatron.settings
-        self._megatron = megatron
-        self._keeps = megatron.verifier is None and not megatron.decider.measures and settings.digests is None
+    def __init__(
+        self,
+        framework: Framework,
+        version: tuple[int, ...],
+        *,
+        any_replaced: Callable[[Any], bool],
+        weight_gradient: ToGradient,
+    ) -> None:
+        """Keep none yet; none ever where each call is checked, measured, digested or needs the tree.
+
+        any_replaced
+            Tells whether a function behind a layer is not the framework's own.
+        weight_gradient
+            For layers that add it to ``main_grad``.
+        """
+        settings = framework.settings
+        self._framework, self._version = framework, version
+        self._any_replaced, self._weight_gradient = any_replaced, weight_gradient
+        self._keeps = framework.verifier is None and not framework.decider.measures and settings.digests is None
         self._keeps = self._keeps and not settings.arithmetic.forms_every_product
         self._of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -64,35 +83,35 @@ class WarmCalls:
         """
         if not self._keeps or not dist.is_initialized():
             return None
-        megatron = self._megatron
-        group = megatron.group_of(layer)
+        framework = self._framework
+        group = framework.group_of(layer)
         calls = self._of_groups.get(group)
         if calls is None or (options := calls.get(_key(layer, kind, x, weight, gathers))) is None:
             return None
-        if megatron.region_choice.on or megatron.region_choice.undecided or megatron.any_replaced(layer):
+        if framework.region_choice.on or framework.region_choice.undecided or self._any_replaced(layer):
             return None
         found: ParallelLinear = object.__new__(ParallelLinear)  # a constructor takes five times as long
         vars(found).update(options, group=group)
         if layer.gradient_accumulation_fusion:
             own = layer._parameters.get("weight")
             used = own if weight is None else weight
-            if megatron.version >= FSDP_BUFFER and (hasattr(own, FSDP) or hasattr(used, FSDP)):
+            if self._version >= FSDP_BUFFER and (hasattr(own, FSDP) or hasattr(used, FSDP)):
                 return None
-            vars(found)["weight_gradient"] = megatron.weight_gradient(layer, used, None)
+            vars(found)["weight_gradient"] = self._weight_gradient(layer, used, None)
         return found
 
     def keep(self, call: LinearCall, weight: torch.Tensor | None, gathers: bool | None = None) -> None:
         """Keep a call that was decided, once its group's ranks have agreed, for later ones with its key."""
-        megatron, layer = self._megatron, call.layer
-        if not self._keeps or megatron.region_choice.on or megatron.region_choice.undecided:
+        framework, layer = self._framework, call.layer
+        if not self._keeps or framework.region_choice.on or framework.region_choice.undecided:
             return
         if call.own_matmul is not None or call.enter is not None or not _is_described(call, weight, gathers):
             return
-        group = megatron.group_of(layer)
-        if megatron.unconfirmed(group) is not None or megatron.any_replaced(layer):
+        group = framework.group_of(layer)
+        if framework.unconfirmed(group) is not None or self._any_replaced(layer):
             return
-        known = megatron.prepare(layer, call.kind, call.x, call.weight, group)
-        options = dict(vars(layer_of(megatron, call, group, known)))
+        known = framework.prepare(layer, call.kind, call.x, call.weight, group)
+        options = dict(vars(layer_of(framework, call, group, known)))
         del options["group"]  # the table would keep it alive
         options["weight_gradient"] = WeightGradient()
         calls = self._of_groups.setdefault(group, {})
