@@ -46,6 +46,7 @@ VARIABLES = {
     "frameworks": "COC_FRAMEWORKS",
     "split_weight_gradient": "COC_SPLIT_WEIGHT_GRADIENT",
     "log_level": "COC_LOG_LEVEL",
+    "hccl_buffsize": "HCCL_BUFFSIZE",
 }
 # Fields that affect no computation, so ranks may differ in them.
 PER_RANK = ("log_level",)
@@ -182,7 +183,8 @@ class Settings(OperatorSettings):
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks of a group, by the user's names."""
-        return {option_name(name): value for name, value in self.as_dict().items() if name not in PER_RANK}
+        own = PER_RANK if self.fused else (*PER_RANK, "hccl_buffsize")  # which only fused operators depend on
+        return {option_name(name): value for name, value in self.as_dict().items() if name not in own}
 
 
 def option_name(field_name: str) -> str:

@@ -27,7 +27,9 @@ PART_NAMES = {
 }
 
 # Allowed values of the setting `fused_ranks`; the first is the default.
-FUSED_RANKS = (8, 16)
+FUSED_RANKS = (8, 16, 32, 64)
+# HCCL's own default of HCCL_BUFFSIZE, in megabytes.
+HCCL_BUFFSIZE = 200
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Matmul:
         Whether int8 is multiplied by int8, into products of `dtype`; `antiquant` is then empty.
     comm_quant
         Whether the ranks exchange int8 (ops/comm_scales.py); only by matmul_all_reduce of int8 by int8.
-    comm_mode, fused_ranks
+    comm_mode, fused_ranks, hccl_buffsize
         The settings of these names, which limit Ascend's fused operators.
     arguments
         The names of the arguments of the fused operator's installed schema; None if nobody has looked them up.
@@ -79,6 +81,7 @@ class Matmul:
     comm_quant: bool = False
     comm_mode: str | None = None
     fused_ranks: int = FUSED_RANKS[0]
+    hccl_buffsize: int = HCCL_BUFFSIZE
     arguments: frozenset[str] | None = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ None of this was run on an NPU.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,13 +27,14 @@ import torch.distributed as dist
 from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, supports
+from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, K_RANGE, engine, supports, takes_bias
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.rows import Sizes
 
 __all__ = [
+    "adds_bias",
     "all_gather_matmul",
     "arguments",
     "ask",
@@ -45,6 +47,10 @@ __all__ = [
 
 # HCCL names by group. They live as long as the group, because the operators keep a pointer to the characters.
 _HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+# Whether the reduce-scatter adds a bias on this machine, by group, then by dtype and engine.
+_ADDS_BIAS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.dtype, str | None], bool]] = WeakKeyDictionary()
+# The first CANN whose reduce-scatter is asked whether it adds a bias: older pages allow none.
+BIAS_CANN = [9, 1]
 
 
 def matmul_all_reduce(
@@ -55,10 +61,12 @@ def matmul_all_reduce(
     *,
     comm_mode: str | None = None,
     comm_scales: CommScales | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``y_m = all_reduce(x_m @ w)``: x_m [M, K], w [K, N]; pending [M, N]. An int8 weight is not dequantised.
 
     x_m may be in int8 if w is. `comm_mode` is passed on unless it is None; with `comm_scales` the ranks exchange int8.
+    `bias` [N] is added to the sum, once.
     """
     y_m = _torch_npu().npu_mm_all_reduce_base(
         (x_m.values if isinstance(x_m, QuantisedRows) else x_m).contiguous(),
@@ -68,6 +76,7 @@ def matmul_all_reduce(
         comm_turn=0,
         **(_dequant(x_m, w, comm_scales) if isinstance(x_m, QuantisedRows) else _antiquant(w)),
         **_mode(comm_mode),
+        **_bias(bias, group),
     )
     COUNTS.add(ALL_REDUCE, 1, 1)
     return Pending(y_m, ALL_REDUCE, group)
@@ -81,11 +90,12 @@ def matmul_reduce_scatter(
     after: Pending | None = None,
     *,
     comm_mode: str | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``y_shard_m = reduce_scatter(x_m @ w)``: x_m [M, K], w [K, N], or both in int8; pending [M / R, N].
 
     HCCL runs the collectives of a group in order, so `after` needs no wait. `comm_mode`: "ai_cpu", "aiv", "ccu", or
-    None for the operator's default.
+    None for the operator's default. `bias` [N] is added to the sum, once.
     """
     left, right, scales = _int8_operands(x_m, w)
     y_shard_m = _torch_npu().npu_mm_reduce_scatter_base(
@@ -97,6 +107,7 @@ def matmul_reduce_scatter(
         comm_turn=0,
         **scales,
         **_mode(comm_mode),
+        **_bias(bias, group),
     )
     COUNTS.add(REDUCE_SCATTER, 1, 1)
     return Pending(y_shard_m, REDUCE_SCATTER, group)
@@ -131,6 +142,34 @@ def all_gather_matmul(
     )
     COUNTS.add(ALL_GATHER, 1, 1)
     return y_m, gathered_m if keep_gathered else None
+
+
+def adds_bias(matmul: Matmul, bias: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Tell whether the fused operator of `matmul` adds `bias` [N]; every rank of `group` calls this alike.
+
+    The all-reduce's bias is documented for every CANN. Of the reduce-scatter the first call on a group asks the
+    machine: it scatters zeros with a bias, and looks at the sums of all ranks.
+    """
+    if not takes_bias(matmul, bias):
+        return False
+    if matmul.operator == ALL_REDUCE:
+        return True
+    key, known = (matmul.dtype, engine(matmul)), _ADDS_BIAS.setdefault(group, {})
+    if key not in known:
+        cann = [int(number) for number in re.findall(r"\d+", _torch_npu().npu.utils.get_cann_version())]
+        known[key] = (not cann or cann >= BIAS_CANN) and _scatters_bias(bias, group, engine(matmul))
+    return known[key]
+
+
+def _scatters_bias(like: torch.Tensor, group: dist.ProcessGroup, comm_mode: str | None) -> bool:
+    """Tell whether every rank's rows of a scattered sum of zeros have the bias, once."""
+    bias = torch.arange(1, 17, dtype=like.dtype, device=like.device)
+    k = K_RANGE[REDUCE_SCATTER][0]
+    x_m, w = like.new_zeros(2 * group.size(), k), like.new_zeros(k, 16)
+    rows = matmul_reduce_scatter(x_m, w, group, (), comm_mode=comm_mode, bias=bias).wait()
+    right = (rows == bias).all().to(torch.int32)
+    dist.all_reduce(right, dist.ReduceOp.MIN, group=group)
+    return bool(right.item())
 
 
 def hccl_name(group: dist.ProcessGroup) -> str:
@@ -209,6 +248,13 @@ def _int8_operands(x_m: Input, w: Weight) -> tuple[torch.Tensor, torch.Tensor, d
     assert isinstance(w, QuantisedWeight), "an int8 input needs an int8 weight"
     x2_scale = w.scale.float().reshape(-1).expand(w.shape[1]).reshape(1, -1).contiguous()
     return x_m.values, w.values, {"x1_scale": x_m.scale.contiguous(), "x2_scale": x2_scale, "output_dtype": x_m.dtype}
+
+
+def _bias(bias: torch.Tensor | None, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return the argument `bias`, which the operators add to each rank's product: on all ranks but the first zeros."""
+    if bias is None:
+        return {}
+    return {"bias": bias.contiguous() if group.rank() == 0 else torch.zeros_like(bias)}
 
 
 def _mode(comm_mode: str | None) -> dict[str, str]:

@@ -11,11 +11,13 @@ import torch
 
 from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
 from ascend_parallel.ops.soc import (
+    AIV_BUFFER,
     AIV_RANKS,
     COMM_MODES,
     GENERATIONS,
     INT8_ENGINE,
     INT8_GENERATIONS,
+    LARGEST_GATHER_950,
     LARGEST_SCATTER_950,
     RANKS,
 )
@@ -60,6 +62,16 @@ def engine(matmul: Matmul) -> str | None:
     """Return the engine of the communication that the call of `matmul` names; None: it names none."""
     named = matmul.int8_input and matmul.operator != ALL_REDUCE and matmul.comm_mode is None
     return INT8_ENGINE if named else matmul.comm_mode
+
+
+def takes_bias(matmul: Matmul, bias: torch.Tensor) -> bool:
+    """Tell whether the fused operator of `matmul` adds a bias [N]: to a product of its dtype, a sum of products.
+
+    The first reduce-scatter takes a bias of zeros alone; its second version ("aiv", and on 950) adds it.
+    """
+    if matmul.int8_input or bias.dtype != matmul.dtype or bias.shape != (matmul.n,):
+        return False
+    return matmul.operator == ALL_REDUCE or GENERATIONS.get(matmul.soc) == "950" or engine(matmul) == "aiv"
 
 
 def _refusals(matmul: Matmul) -> Iterator[str]:
@@ -109,16 +121,26 @@ def _chip_refusals(matmul: Matmul) -> Iterator[str]:
             "because the sources disagree about it"
         )
     yield from _mode_refusals(matmul, generation, where)
+    if generation == "950":
+        yield from _size_refusals(matmul, where)
+
+
+def _size_refusals(matmul: Matmul, where: str) -> Iterator[str]:
+    """Refuse more bytes than a collective of Ascend 950 takes."""
     size = matmul.m * matmul.n * matmul.dtype.itemsize
-    if generation == "950" and matmul.operator == REDUCE_SCATTER and size > LARGEST_SCATTER_950:
+    if matmul.operator == REDUCE_SCATTER and size > LARGEST_SCATTER_950:
         yield f"{matmul.operator} on {where} takes a product of up to {LARGEST_SCATTER_950} bytes, not {size}"
+    size = matmul.m * matmul.k * matmul.dtype.itemsize
+    if matmul.operator == ALL_GATHER and matmul.comm_mode == "ccu" and size > LARGEST_GATHER_950:
+        yield f"{matmul.operator} with comm_mode=ccu on {where} gathers up to {LARGEST_GATHER_950} bytes, not {size}"
 
 
 def _mode_refusals(matmul: Matmul, generation: str, where: str) -> Iterator[str]:
     """Refuse an engine of the communication that the chip does not have, or not for so many ranks."""
-    modes, mode = COMM_MODES[generation], engine(matmul)
-    if matmul.int8_input and generation not in INT8_GENERATIONS:
-        yield f"{matmul.operator} on {where} is not documented for int8 by int8"
+    modes, mode = COMM_MODES[generation].get(matmul.operator, ()), engine(matmul)
+    if (matmul.int8_input or matmul.antiquant) and generation not in INT8_GENERATIONS:
+        what = "int8 by int8" if matmul.int8_input else "an int8 weight"
+        yield f"{matmul.operator} on {where} is not documented for {what}"
     if matmul.int8_input and matmul.operator == ALL_REDUCE and mode is not None:
         yield f"{matmul.operator} multiplies int8 by int8 only without comm_mode, not with {mode}"
     elif matmul.int8_input and matmul.operator != ALL_REDUCE and mode != INT8_ENGINE:
@@ -127,6 +149,11 @@ def _mode_refusals(matmul: Matmul, generation: str, where: str) -> Iterator[str]
         yield f"{matmul.operator} on {where} takes comm_mode {' or '.join(modes)}, not {mode}"
     if mode == "aiv" and matmul.ranks > AIV_RANKS:
         yield f"{matmul.operator} with comm_mode=aiv takes up to {AIV_RANKS} ranks, not {matmul.ranks}"
+    if mode == "aiv" and matmul.hccl_buffsize < AIV_BUFFER:
+        yield (
+            f"{matmul.operator} with comm_mode=aiv needs a communication buffer of {AIV_BUFFER} MB, "
+            f"and HCCL_BUFFSIZE is {matmul.hccl_buffsize}"
+        )
 
 
 def _schema_refusals(matmul: Matmul) -> Iterator[str]:

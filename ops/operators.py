@@ -152,6 +152,7 @@ def start_matmul_all_reduce(
     *,
     comm_scales: CommScales | None = None,
     product: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``all_reduce(x @ w)``: x [..., K], w [K, N], w or both in int8, or a module's; pending [M, N].
 
@@ -163,10 +164,14 @@ def start_matmul_all_reduce(
         ``x @ w`` [M, N], if the caller has multiplied; the operator then reads the shape, dtype and device of x and no
         value of it. A `DeferredProduct` has operands of its own, which the kernel multiplies. Other ranks may multiply
         here, as long as they call with operands of the same shapes.
+    bias
+        [N], added to the sum; only where `operator_adds` says that the operator does.
     """
     with autocast_off(x):
         x_m, right = _operands(x, w, decision, product)
         options = dict(decision.options)
+        if bias is not None:
+            options["bias"] = bias
         if comm_scales is not None:
             options["comm_scales"] = comm_scales
         if product is not None and (addends := _addends(x, w, decision, product)):
@@ -185,10 +190,12 @@ def start_matmul_reduce_scatter(
     *,
     addends: Sequence[torch.Tensor] = (),
     product: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Pending:
     """Start ``reduce_scatter(x @ w + addends)``: x [..., K], w [K, N], or both in int8; pending [M / R, N].
 
     The `addends` [M, N] are added to this rank's product; fused kernels, which settings alone request, cannot add them.
+    `bias` as in `start_matmul_all_reduce`.
 
     `after` is an earlier collective of the same group that must finish first, where the backend runs collectives at
     the same time. `decision` and `product` as in `start_matmul_all_reduce`.
@@ -196,6 +203,8 @@ def start_matmul_reduce_scatter(
     with autocast_off(x):
         x_m, right = _operands(x, w, decision, product)
         options = dict(decision.options)
+        if bias is not None:
+            options["bias"] = bias
         if product is not None:
             addends = _addends(x, w, decision, product)
         if addends:
@@ -207,6 +216,12 @@ def start_matmul_reduce_scatter(
                 x_m, right, group, decision.sizes, after, **options
             )
     return pending
+
+
+def operator_adds(bias: torch.Tensor | None, decision: Decision, group: dist.ProcessGroup) -> bool:
+    """Tell whether the operator of a decision adds a bias [N] to its sum; every rank of `group` calls this alike."""
+    assert isinstance(decision.call, Matmul)
+    return bias is not None and decision.kernel == "npu" and npu.adds_bias(decision.call, bias, group)
 
 
 def run_all_gather_matmul(

@@ -85,6 +85,7 @@ def _choose(call: Call, settings: OperatorSettings, known: Known) -> Decision:
         deterministic=settings.deterministic if known.deterministic is None else known.deterministic,
         comm_mode=settings.comm_mode,
         fused_ranks=settings.fused_ranks,
+        hccl_buffsize=settings.hccl_buffsize,
     )
     return _choose_chunks(matmul, settings, known)
 

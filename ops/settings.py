@@ -10,10 +10,11 @@ from math import inf
 from typing import Any, ClassVar, Protocol
 
 from ascend_parallel.ops.arithmetic import ROWS_TOO, TP, Arithmetic, arithmetic_of
-from ascend_parallel.ops.call import FUSED_RANKS
+from ascend_parallel.ops.call import FUSED_RANKS, HCCL_BUFFSIZE
 from ascend_parallel.ops.decision import SizesOf
 from ascend_parallel.ops.rows import ROW_TILE
 from ascend_parallel.ops.shape_table import Cut, SettingsError, Shape, ShapeTable, require, whole_number
+from ascend_parallel.ops.soc import AIV_BUFFER
 
 COMM_MODES = ("ai_cpu", "aiv", "ccu")
 
@@ -72,8 +73,10 @@ class OperatorSettings:
         Engine that drives the communication of Ascend's fused operators: "ai_cpu", "aiv" (A2 and A3), "ccu" (950),
         or None for torch_npu's default. A call whose chip or torch_npu does not know the engine is not fused.
     fused_ranks
-        Largest group on which Ascend's fused reduce-scatter and all-gather run: 8, or 16 on request, because the
-        sources disagree about 16 ranks (docs/npu.md).
+        Largest group on which Ascend's fused operators run: 8, or on request 16, on Ascend 950 also 32 and 64
+        (docs/npu.md).
+    hccl_buffsize
+        Megabytes of HCCL's communication buffer, which "aiv" needs 200 of. HCCL_BUFFSIZE, a variable of HCCL.
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -84,6 +87,7 @@ class OperatorSettings:
         "k_max": (1, inf, "a whole number of elements, 1 or more"),
         "chunk_rows": (1, 1_000_000, "whole rows from 1 to 1000000"),
         "time_limit": (1, 86400, "whole seconds from 1 to 86400"),
+        "hccl_buffsize": (1, inf, "whole megabytes, 1 or more"),
     }
 
     num_chunks: int = 1
@@ -102,6 +106,7 @@ class OperatorSettings:
     time_limit: int = 300
     comm_mode: str | None = None
     fused_ranks: int = FUSED_RANKS[0]
+    hccl_buffsize: int = HCCL_BUFFSIZE
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
@@ -118,6 +123,12 @@ class OperatorSettings:
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
         allowed = type(self.fused_ranks) is int and self.fused_ranks in FUSED_RANKS
         require("fused_ranks", self.fused_ranks, allowed, " or ".join(map(str, FUSED_RANKS)))
+        if self.fused and self.comm_mode == "aiv" and self.hccl_buffsize < AIV_BUFFER:
+            raise SettingsError(
+                f"comm_mode='aiv' with HCCL_BUFFSIZE={self.hccl_buffsize} is not allowed: fused operators whose "
+                f"communication runs on vector cores need a buffer of {AIV_BUFFER} MB; set HCCL_BUFFSIZE to "
+                f"{AIV_BUFFER} or more, or unset one of the two"
+            )
         require("k_min", self.k_min, self.k_min <= self.k_max, f"at most k_max ({self.k_max})")
         path = self.tune
         require(

@@ -5,15 +5,18 @@ Sources, none of them tried on a chip by this project:
 [names]  the chip names in torch_npu 2.13.0 and 2.14.0 (libtorch_npu; ``SocVersion`` in NpuVariables.h)
 [docs]   op-plugin 7.3.0, docs/context/torch_npu-npu_{mm_all_reduce_base,mm_reduce_scatter_base,all_gather_base_mm}.md
 [master] op-plugin's repository, docs/zh/custom_APIs/torch_npu: the same pages, read at commit 09fca6f6; the page of
-         npu_mm_reduce_scatter_base lists Ascend 950, the other two do not
+         npu_mm_reduce_scatter_base lists Ascend 950
 [aclnn]  CANN 8.3: aclnnMatmulAllReduceV2, aclnnMatmulReduceScatter, aclnnAllGatherMatmul; 8.5: aclnnMatmulReduceScatter
 [wheel]  the docstrings inside torch_npu 2.13.0 and 2.14.0 (_op_plugin_docs.py)
+[cann]   ops-transformer (hicann on GitHub), the pages of aclnnMatmulAllReduceV3, aclnnMatmulReduceScatterV2 and
+         aclnnAllGatherMatmulV2 at commits b01d25b2 and 37b9e45d, of 2026; op-plugin's C++ calls them for these chips,
+         and admits 2 to 32 ranks for the last two
 [vllm]   vllm-ascend, pull requests 6167 and 6168: npu_mm_reduce_scatter_base (called with "aiv") raises on 16 ranks,
          and the operator's developers confirm that it does not work there
 
-The sources disagree about more than 8 ranks: [docs], [master] and [aclnn] allow 32 on A3 (950: 64), [wheel] allows 16
-on A3 under "ai_cpu" and 8 elsewhere, [vllm] saw 16 fail. So 8 ranks are the default, 16 are taken on request
-(`fused_ranks`) but not under "aiv", and more are never taken.
+The sources disagree about more than 8 ranks on A3: [docs], [master] and [aclnn] allow 32, [wheel] allows 16 under
+"ai_cpu" and 8 elsewhere, [vllm] saw 16 fail. So 8 ranks are the default, 16 are taken on request (`fused_ranks`) but
+not under "aiv", and more are never taken there. On 950 [cann] allows 64, on request too.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _NAMES = {
 GENERATIONS = {name: generation for generation, names in _NAMES.items() for name in names.split()}
 
 # Rank counts by generation and operator; a generation lacks the operators that are not listed.
-# A2: [docs] full mesh of HCCS links. A3: [docs] double ring; [aclnn] marks all-reduce unsupported. 950: [master].
+# A2: [docs] full mesh of HCCS links. A3: [docs] double ring; [aclnn] marks all-reduce unsupported. 950: [cann].
 RANKS: dict[str, dict[str, tuple[int, ...]]] = {
     "A2": {
         ALL_REDUCE: (1, 2, 4, 8),
@@ -48,20 +51,31 @@ RANKS: dict[str, dict[str, tuple[int, ...]]] = {
         ALL_GATHER: (2, 4, 8, 16),
     },
     "950": {
-        REDUCE_SCATTER: (2, 4, 8, 16),
+        ALL_REDUCE: (1, 2, 4, 8, 16, 32, 64),
+        REDUCE_SCATTER: (2, 4, 8, 16, 32),
+        ALL_GATHER: (2, 4, 8, 16, 32),
     },
 }
 
-# Engines of the communication by generation. A2 and A3: [docs]. 950: [master]; vllm-ascend's pull request 12689 reports
-# that newer CANN refuses "aiv" there.
-COMM_MODES = {"A2": ("ai_cpu", "aiv"), "A3": ("ai_cpu", "aiv"), "950": ("ai_cpu", "ccu")}
+# Engines of the communication by generation and operator. A2 and A3: [docs]; the all-reduce's is [cann]. 950: [cann];
+# vllm-ascend's pull request 12689 reports that newer CANN refuses "aiv" there.
+_SCATTERS_AND_GATHERS: dict[str, tuple[str, ...]] = {REDUCE_SCATTER: ("ai_cpu", "aiv"), ALL_GATHER: ("ai_cpu", "aiv")}
+COMM_MODES: dict[str, dict[str, tuple[str, ...]]] = {
+    "A2": {ALL_REDUCE: ("ai_cpu",), **_SCATTERS_AND_GATHERS},
+    "A3": _SCATTERS_AND_GATHERS,
+    "950": dict.fromkeys((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER), ("ai_cpu", "ccu")),
+}
 
 # Most ranks under "aiv" [wheel], [vllm].
 AIV_RANKS = 8
 
-# Generations whose reduce-scatter and all-gather multiply int8 by int8, and their engine for it: [docs], [master].
+# Least megabytes of the group's communication buffer under "aiv" (HCCL_BUFFSIZE): [cann].
+AIV_BUFFER = 200
+
+# Generations with int8, and the engine of their reduce-scatter and all-gather of int8 by int8: [docs], [master].
 INT8_GENERATIONS = ("A2", "A3")
 INT8_ENGINE = "aiv"
 
-# Most bytes of the product before a reduce-scatter on 950: [master], 16 x 256 MB.
+# Most bytes on 950 of the product before a reduce-scatter ([master], [cann]), and of what "ccu" gathers ([cann]).
 LARGEST_SCATTER_950 = 16 * 256 * 2**20
+LARGEST_GATHER_950 = 63 * 256 * 2**20

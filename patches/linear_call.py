@@ -229,11 +229,11 @@ def _run(
         y = _run_int8(x, call.weight, layer)
     elif call.kind == "column":
         y = run_column(x, call.weight, call.bias, layer)
+    elif call.bias is not None and call.sequence_dim is not None and layer.arithmetic.sums_shared_rows:
+        y = run_row(x, call.weight, layer)
+        y = y + RowBlocks(group=layer.group).expand(call.bias, y)
     else:
-        y, bias = run_row(x, call.weight, layer), call.bias
-        if bias is not None and call.sequence_dim is not None and layer.arithmetic.sums_shared_rows:
-            bias = RowBlocks(group=layer.group).expand(bias, y)
-        y = y if bias is None else y + bias
+        y = run_row(x, call.weight, layer, call.bias)
     y = swapped(y) if call.sequence_dim == 1 else y
     return y if call.finish is None else call.finish(y)
 

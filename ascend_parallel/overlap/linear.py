@@ -22,6 +22,7 @@ from ascend_parallel.ops.operators import (
     decided_module,
     gather_sizes,
     gathered_shape,
+    operator_adds,
     rows_of,
     run_all_gather_matmul,
     scattered_shape,
@@ -168,12 +169,17 @@ def row_linear(
     return run_row(x_shard_k, weight_shard_k, layer)
 
 
-def run_row(x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLinear) -> torch.Tensor:
-    """Run `row_linear` with the options of `layer`."""
+def run_row(
+    x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLinear, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run `row_linear` with the options of `layer`, and add a bias [N]: in a fused operator, if that can add it."""
     if torch.is_autocast_enabled(x_shard_k.device.type):
         x_shard_k, weight_shard_k = _cast(x_shard_k, weight_shard_k)
+    if bias is not None and layer.settings.fused and x_shard_k.device.type == "npu" and not layer.leaves_rows:
+        fused: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer, bias)  # type: ignore[no-untyped-call]
+        return fused
     y: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer)  # type: ignore[no-untyped-call]
-    return y
+    return y if bias is None else y + bias
 
 
 def run_module_row(x_shard_k: torch.Tensor, weight: ModuleWeight, layer: ParallelLinear, sizes: Sizes) -> torch.Tensor:
@@ -276,19 +282,22 @@ class RowLinear(torch.autograd.Function):
     dx_shard_k = all_gather(dy_shard_m) @ w_shard_k         [S, ..., K / R]
     dw_shard_k = all_gather(dy_shard_m).t() @ x_shard_k     [N, K / R]
 
-    Each rank's product is a part of the sum y. The bias is added to the sum, once, by the caller. Every matmul next to
-    a collective overlaps with it. dw runs after the gather; only `split_weight_gradient` cuts it along the rows, which
+    Each rank's product is a part of the sum y. The bias is added to the sum, once: by `run_row`, or where fused
+    operators are asked for by the operator, whose db is ``dy.sum(rows)``. Every matmul next to a collective overlaps
+    with it. dw runs after the gather; only `split_weight_gradient` cuts it along the rows, which
     changes the order of its sum, and its bits.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, layer: ParallelLinear) -> torch.Tensor:
-        """Return y, or y_shard_m."""
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Weight, layer: ParallelLinear, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return y, or y_shard_m, with the bias added."""
         with in_forward(ctx, "row", x):
             if layer.forward_wrapper is run_directly:
-                y = row_forward(x, weight, layer)
+                y = row_forward(x, weight, layer, bias=bias)
             else:
-                y, _ = layer.forward_wrapper(lambda: (row_forward(x, weight, layer), None))
+                y, _ = layer.forward_wrapper(lambda: (row_forward(x, weight, layer, bias=bias), None))
         _save(ctx, layer, x, x, weight)
         if layer.settings.digests is not None:
             layer.write_digest("row", "output", y, None)
@@ -300,7 +309,7 @@ class RowLinear(torch.autograd.Function):
         """Return the gradients of x and weight."""
         layer: ParallelLinear = ctx.layer.in_backward
         x, weight, layout = _saved(ctx)
-        dy = dy.to(ctx.x_dtype)
+        output_gradient, dy = dy, dy.to(ctx.x_dtype)
         if layout == ANY:  # an int8 weight
             dy = rows_of(dy)
         if (begin := layer.weight_gradient.begin) is not None:
@@ -317,7 +326,8 @@ class RowLinear(torch.autograd.Function):
         if layer.settings.digests is not None:
             for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
                 layer.write_digest("row", f"{name} gradient", gradient, dim)
-        return dx, dw, None
+        needed = len(ctx.needs_input_grad) == 4 and ctx.needs_input_grad[3]
+        return dx, dw, None, bias_gradient_of(layer, output_gradient) if needed else None
 
 
 def column_forward(
@@ -341,9 +351,14 @@ def column_forward(
 
 
 def row_forward(
-    x: torch.Tensor, weight: Weight, layer: ParallelLinear, product: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    layer: ParallelLinear,
+    product: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum over ranks of ``x @ w``, or this rank's rows.
+    """Return the sum over ranks of ``x @ w``, or this rank's rows, with a bias [N] added.
 
     product: of any features; as of `start_matmul_all_reduce`.
     """
@@ -359,16 +374,20 @@ def row_forward(
         decision = decided(
             ALL_REDUCE, given, w, group, settings, known, layout=layout, comm_scales=scales, parts=layer.parts
         )
-        pending = start_matmul_all_reduce(given, w, group, decision, comm_scales=scales, product=product)
-        return shaped(layer.result(pending) if layer.leaves_rows else pending.wait(), (*x.shape[:-1], features))
+        inside = bias if operator_adds(bias, decision, group) else None
+        pending = start_matmul_all_reduce(given, w, group, decision, comm_scales=scales, product=product, bias=inside)
+        y = shaped(layer.result(pending) if layer.leaves_rows else pending.wait(), (*x.shape[:-1], features))
+        return y if bias is None or bias is inside else y + bias
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     decision = decided(REDUCE_SCATTER, given, w, group, settings, known, layout=layout, parts=layer.parts)
-    pending = start_matmul_reduce_scatter(given, w, group, decision, product=product)
-    return shaped(
+    inside = bias if operator_adds(bias, decision, group) else None
+    pending = start_matmul_reduce_scatter(given, w, group, decision, product=product, bias=inside)
+    y = shaped(
         layer.result(pending) if layer.leaves_rows else pending.wait(),
         scattered_shape(x.shape, group.size(), features),
     )
+    return y if bias is None or bias is inside else y + bias
 
 
 def _right(weight: Weight) -> tuple[Weight, str]:

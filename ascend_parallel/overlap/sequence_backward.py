@@ -158,7 +158,7 @@ def _finished_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def bias_gradient_of(layer: ParallelLinear, dy: torch.Tensor) -> torch.Tensor:
-    """Return db [N] of a column layer: dy [..., N]."""
+    """Return db [N] of a layer: dy [..., N]."""
     row_sum = layer.arithmetic.bias_sum(layer.group.size(), layer.parts)
     return layer.weight_gradient.bias(rows_of(dy.contiguous()), *(() if row_sum is None else (row_sum,)))
 

@@ -364,8 +364,7 @@ def _run_row(
     )
     if isinstance(weight, ModuleWeight):
         return run_module_row(x, weight, parallel, sizes)
-    y, bias = run_row(x, weight, parallel), None if layer.skip_bias_add else layer.bias
-    return y if bias is None else y + bias
+    return run_row(x, weight, parallel, None if layer.skip_bias_add else layer.bias)
 
 
 def _checked_row(

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from programs import layer, layer_and_counts
+import torch.distributed as dist
+from programs import counted, device, error, layer, layer_and_counts, on_device, part, whole_layer
 
 LATE = {"EMULATED_ASCEND_SEED": "7", "EMULATED_ASCEND_DELAY_US": "3000"}
 SIDES = [(kind, sequence) for kind in ("column", "row") for sequence in (False, True)]
@@ -81,6 +82,89 @@ def test_fused_operators_of_torch_npu_compute_the_layer(ranks, kind, sequence, d
         assert max(errors) < 2e-2
         called = {name: number for name, number in numbers.items() if name in OPERATORS}
         assert called == FUSED[kind, sequence], numbers
+
+
+def row_with_bias(sequence, dtype, bias_dtype, settings):
+    """Run a row layer and add its bias as a framework does; return the errors of output, input, weight and bias."""
+    from ascend_parallel import Settings
+    from ascend_parallel.overlap.layer import ParallelLinear
+    from ascend_parallel.overlap.linear import known_of, run_row
+
+    chosen, group, n = Settings(fused=True, strict=True, **settings), dist.group.WORLD, 384
+    x, weight, y, dy = whole_layer((32, 2, 1024), n, dtype)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(dtype).double()
+    known = known_of(chosen)
+    layer = ParallelLinear(
+        kind="row", group=group, settings=chosen, known=known, arithmetic=chosen.arithmetic, sequence_parallel=sequence
+    )
+    x_r, w_r = on_device(part(x, -1), dtype), on_device(part(weight, -1), dtype)
+    b_r = on_device(bias, bias_dtype)
+    y_r = run_row(x_r, w_r, layer, b_r)
+    given = part(dy, 0) if sequence else dy
+    y_r.backward(given.to(y_r.dtype).to(device()))
+    shown = part(y + bias, 0) if sequence else y + bias
+    truth = shown, part(x.grad, -1), part(weight.grad, -1), given.flatten(0, 1).sum(0)
+    found = y_r, x_r.grad, w_r.grad, b_r.grad
+    return [error(a, b) for a, b in zip(found, truth, strict=True)], (y_r.dtype, b_r.grad.dtype)
+
+
+ADDED_INSIDE = [  # ranks, sequence parallelism, engine, chip, the operator
+    (2, True, "aiv", "Ascend910B1", "aclnnMatmulReduceScatterV2"),
+    (4, True, "aiv", "Ascend910B1", "aclnnMatmulReduceScatterV2"),
+    (2, True, "aiv", "Ascend910_9391", "aclnnMatmulReduceScatterV2"),
+    (2, True, "ccu", "Ascend950PR_9599", "aclnnMatmulReduceScatterV2"),
+    (2, True, None, "Ascend910B1", "aclnnMatmulReduceScatter"),
+    (2, False, None, "Ascend910B1", "aclnnMatmulAllReduce"),
+    (4, False, None, "Ascend910B1", "aclnnMatmulAllReduce"),
+    (2, False, "ccu", "Ascend950PR_9599", "aclnnMatmulAllReduceV3"),
+]
+
+
+@pytest.mark.parametrize(("count", "sequence", "comm_mode", "soc", "operator"), ADDED_INSIDE)
+def test_a_row_layer_adds_its_bias_in_the_operator_that_can(ranks, count, sequence, comm_mode, soc, operator):
+    """The bias is added once, on 2 and 4 ranks; where the operator takes none, an Add follows it."""
+    chip = {} if soc == "Ascend910B1" else {"EMULATED_ASCEND_SOC": soc}
+    for dtype in (torch.bfloat16, torch.float16):
+        pool = ranks(count, **chip)
+        given = row_with_bias, sequence, dtype, dtype, {"comm_mode": comm_mode}
+        pool.run(counted_call, *given)  # the first call of a dtype asks the machine
+        for (errors, dtypes), numbers in pool.run(counted_call, *given):
+            assert max(errors) < 2e-2 and dtypes == (dtype, dtype)
+            assert numbers[operator] == 1, numbers
+            assert ("aclnnAdd" in numbers) == (operator == "aclnnMatmulReduceScatter"), numbers
+
+
+def test_a_bias_of_another_dtype_is_added_after_the_operator(ranks):
+    given = row_with_bias, True, torch.bfloat16, torch.float32, {"comm_mode": "aiv"}
+    for (errors, dtypes), numbers in ranks().run(counted_call, *given):
+        assert max(errors) < 2e-2 and dtypes == (torch.float32, torch.float32)
+        assert numbers["aclnnMatmulReduceScatterV2"] == 1, numbers
+
+
+def test_a_machine_whose_operator_leaves_out_the_bias_is_noticed(ranks):
+    """An older CANN may ignore it: the operator is asked, and the layer adds the bias itself."""
+    given = row_with_bias, True, torch.bfloat16, torch.bfloat16, {"comm_mode": "aiv"}
+    for (errors, _), numbers in ranks(EMULATED_ASCEND_WITHOUT_BIAS="1").run(counted_call, *given):
+        assert max(errors) < 2e-2
+        assert numbers["aclnnMatmulReduceScatterV2"] == 2, numbers  # it was asked
+
+
+def counted_call(function, *arguments):
+    return counted(function, *arguments)
+
+
+@pytest.mark.parametrize(("kind", "sequence"), FUSED)
+def test_ascend_950_runs_all_three_operators(ranks, kind, sequence):
+    """With either engine, within the limits that the emulated operators enforce for this chip."""
+    for comm_mode in (None, "ai_cpu", "ccu"):
+        settings = {"fused": True, "strict": True, "enable_coc_in_column_backward": True, "comm_mode": comm_mode}
+        pool = ranks(EMULATED_ASCEND_SOC="Ascend950PR_9599")
+        for (errors, _), numbers in pool.run(
+            layer_and_counts, kind, (32, 2, 512), 512, torch.bfloat16, sequence, settings
+        ):
+            assert max(errors) < 2e-2
+            called = [name for name in numbers if name.startswith(tuple(OPERATORS))]
+            assert sorted(name.rstrip("V23") for name in called) == sorted(FUSED[kind, sequence]), numbers
 
 
 @pytest.mark.parametrize(("k", "n", "dtype"), [(128, 512, torch.bfloat16), (512, 512, torch.float32)], ids=str)

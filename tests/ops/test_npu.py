@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,35 @@ REFUSED = {
     "ccu on A2": ({"comm_mode": "ccu"}, "takes comm_mode ai_cpu or aiv, not ccu"),
     "ccu on A3": ({"comm_mode": "ccu", "soc": A3}, "takes comm_mode ai_cpu or aiv, not ccu"),
     "aiv on 950": ({"comm_mode": "aiv", "soc": ASCEND_950}, "takes comm_mode ai_cpu or ccu, not aiv"),
-    "all-reduce on 950": ({"operator": ALL_REDUCE, "soc": ASCEND_950}, "not documented for .* .generation 950"),
-    "all-gather on 950": ({"operator": ALL_GATHER, "soc": ASCEND_950}, "not documented for .* .generation 950"),
+    "aiv, all-reduce": (
+        {"operator": ALL_REDUCE, "comm_mode": "aiv"},
+        "matmul_all_reduce on .* takes comm_mode ai_cpu, not aiv",
+    ),
+    "aiv, a small buffer": (
+        {"comm_mode": "aiv", "hccl_buffsize": 199},
+        "needs a communication buffer of 200 MB, and HCCL_BUFFSIZE is 199",
+    ),
+    "int8 by int8, a small buffer": ({"int8_input": True, "hccl_buffsize": 120}, "and HCCL_BUFFSIZE is 120"),
+    "64 ranks on 950, reduce-scatter": (
+        {"soc": ASCEND_950, "ranks": 64, "fused_ranks": 64},
+        "2, 4, 8, 16, 32 ranks, not 64",
+    ),
+    "32 ranks on 950, not requested": (
+        {"soc": ASCEND_950, "ranks": 32, "fused_ranks": 16},
+        "on 32 ranks only with fused_ranks=32",
+    ),
+    "aiv on 950, all-reduce": (
+        {"operator": ALL_REDUCE, "soc": ASCEND_950, "comm_mode": "aiv"},
+        "takes comm_mode ai_cpu or ccu, not aiv",
+    ),
+    "more than ccu gathers on 950": (
+        {"operator": ALL_GATHER, "soc": ASCEND_950, "comm_mode": "ccu", "m": 2**21, "k": 63 * 64 + 1},
+        "gathers up to 16911433728 bytes, not 16915628032",
+    ),
+    "an int8 weight on 950": (
+        int8(soc=ASCEND_950),
+        "not documented for an int8 weight",
+    ),
     "950 without its number": ({"soc": "Ascend950"}, "no fused operator is documented for the chip Ascend950"),
     "a product too large for 950": (
         {"soc": ASCEND_950, "m": 2**20, "n": 2048 + 1},
@@ -156,10 +184,17 @@ def test_limits_are_inclusive_where_documented():
         for comm_mode in (None, "ai_cpu", *(("aiv",) if ranks <= 8 else ())):
             call = problem(operator, ranks=ranks, soc=A3, fused_ranks=16, comm_mode=comm_mode)
             assert npu.supports(call) is None
-    for comm_mode, ranks in itertools.product((None, "ai_cpu", "ccu"), (2, 4, 8, 16)):
-        wanted = Settings(fused=True, fused_ranks=16, comm_mode=comm_mode, strict=True)
-        choice = choose(problem(ranks=ranks, soc=ASCEND_950), wanted)
-        assert (choice.kernel, choice.options) == ("npu", (("comm_mode", comm_mode),) if comm_mode else ())
+    ranks_of = {ALL_REDUCE: (1, 2, 4, 8, 16, 32, 64), REDUCE_SCATTER: (2, 4, 8, 16, 32), ALL_GATHER: (2, 4, 8, 16, 32)}
+    for operator, comm_mode in itertools.product(OPERATORS, (None, "ai_cpu", "ccu")):
+        wanted = Settings(fused=True, fused_ranks=64, comm_mode=comm_mode, strict=True)
+        for ranks in ranks_of[operator]:
+            call = problem(operator, ranks=ranks, soc=ASCEND_950)
+            assert npu.supports(replace(call, fused_ranks=64, comm_mode=comm_mode)) is None
+            if ranks > 1:  # one rank has nothing to communicate
+                choice = choose(call, wanted)
+                assert (choice.kernel, choice.options) == ("npu", (("comm_mode", comm_mode),) if comm_mode else ())
+    assert npu.supports(problem(ALL_GATHER, soc=ASCEND_950, comm_mode="ccu", m=2**21, k=63 * 64)) is None
+    assert npu.supports(problem(comm_mode="aiv", hccl_buffsize=200)) is None
     assert npu.supports(problem(soc=ASCEND_950, m=2**20, n=2048)) is None
 
 
@@ -177,13 +212,31 @@ def test_a_request_that_the_installed_torch_npu_cannot_meet_is_refused_before_th
     call = problem(ALL_REDUCE, arguments=known)
     assert choose(call, Settings(fused=True)).kernel == "npu"
     assert npu.supports(problem(**int8(arguments=known))) is None
-    choice = choose(call, Settings(fused=True, comm_mode="aiv"))
+    choice = choose(call, Settings(fused=True, comm_mode="ai_cpu"))
     reason = "npu_mm_all_reduce_base of the installed torch_npu has no argument comm_mode"
     assert choice.kernel == "chunked" and reason in choice.unmet
     with pytest.raises(UnmetRequestError, match=reason):
-        choose(call, Settings(fused=True, comm_mode="aiv", strict=True))
+        choose(call, Settings(fused=True, comm_mode="ai_cpu", strict=True))
     newer = problem(ALL_REDUCE, arguments=known | {"comm_mode"})
-    assert choose(newer, Settings(fused=True, comm_mode="aiv", strict=True)).options == (("comm_mode", "aiv"),)
+    choice = choose(newer, Settings(fused=True, comm_mode="ai_cpu", strict=True))
+    assert choice.options == (("comm_mode", "ai_cpu"),)
+
+
+def test_a_bias_is_given_to_operators_that_add_it():
+    bias = torch.zeros(1024, dtype=BF16)
+    taken = [
+        problem(ALL_REDUCE),
+        problem(ALL_REDUCE, soc=ASCEND_950),
+        problem(comm_mode="aiv"),
+        problem(comm_mode="aiv", soc=A3),
+        problem(soc=ASCEND_950),
+        problem(**int8()),
+    ]
+    refused = [problem(), problem(comm_mode="ai_cpu"), problem(int8_input=True), problem(**W8A8)]
+    assert [npu_limits.takes_bias(call, bias) for call in taken] == [True] * len(taken)
+    assert [npu_limits.takes_bias(call, bias) for call in refused] == [False] * len(refused)
+    for other in (bias.float(), bias[:8], bias.reshape(1, -1)):
+        assert not npu_limits.takes_bias(taken[0], other)
 
 
 def test_sixteen_ranks_are_fused_on_request():

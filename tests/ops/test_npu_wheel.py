@@ -218,6 +218,8 @@ def comm_modes(kernels, group):
     as_if_on_an_npu()
     x, w = torch.randn(8, 512).to(BF16), torch.randn(256, 512).to(BF16)
     for comm_mode, sequence_parallel in itertools.product((None, "ai_cpu", "aiv"), (False, True)):
+        if comm_mode == "aiv" and not sequence_parallel:
+            continue  # the all-reduce of A2 has no such engine
         comm_mode = comm_mode if sequence_parallel else of_all_reduce(comm_mode)
         settings = Settings(fused=True, enable_coc_in_column_backward=True, strict=True, comm_mode=comm_mode)
         kernels.calls.clear()
@@ -246,7 +248,7 @@ def looked_up_schemas(kernels, group):
     looked_up = npu.arguments
     npu.arguments = lambda operator: looked_up(operator) - {"comm_mode"}
     xs, ws, x, w = operands(group, 8, 256, 24, BF16)
-    fused = Settings(fused=True, comm_mode="aiv")
+    fused = Settings(fused=True, comm_mode="ai_cpu")
     close(row_linear(x, w.t(), group=group, settings=fused), (xs @ ws).sum(0), BF16)
     assert kernels.calls == []
     with pytest.raises(UnmetRequestError, match="has no argument comm_mode"):

@@ -83,6 +83,19 @@ def test_how_what_is_on_behaves():
     assert not settings.enabled
 
 
+def test_the_buffer_of_hccl_is_read_and_compared_where_fused_operators_depend_on_it(tmp_path):
+    file = tmp_path / "coc.toml"
+    file.write_text('comm_mode = "aiv"')
+    environ = {"USE_COC_FUSED_KERNEL": "1", "COC_CONFIG": str(file), "HCCL_BUFFSIZE": "120"}
+    with pytest.raises(SettingsError, match="HCCL_BUFFSIZE=120 is not allowed: .*need a buffer of 200 MB"):
+        read_settings(environ)
+    assert read_settings({**environ, "HCCL_BUFFSIZE": "256"}).hccl_buffsize == 256
+    assert read_settings(environ, hccl_buffsize=400).hccl_buffsize == 400  # of a group's own options
+    assert read_settings({**environ, "USE_COC_FUSED_KERNEL": "0"}).hccl_buffsize == 120
+    chunked, fused = (Settings(fused=fused, hccl_buffsize=120).shared() for fused in (False, True))
+    assert "HCCL_BUFFSIZE" not in chunked and fused["HCCL_BUFFSIZE"] == 120
+
+
 def test_determinism_is_asked_of_one_chunk_too():
     """One chunk must have the same bits as many, so the original layer cannot run."""
     assert read_settings({"COC_DETERMINISTIC": "1"}).enabled
@@ -166,8 +179,13 @@ def test_variables_win_over_the_file_and_arguments_over_both(tmp_path):
         ('{"k_min": 5000}', r"k_min=5000 .*at most k_max \(4096\)"),
         ('{"k_max": 0}', "k_max=0 .*1 or more"),
         ('{"comm_mode": "fast"}', "comm_mode='fast' .*ai_cpu or aiv or ccu"),
-        ('{"fused_ranks": 32}', "fused_ranks=32 .*8 or 16"),
+        ('{"fused_ranks": 128}', "fused_ranks=128 .*8 or 16 or 32 or 64"),
         ('{"fused_ranks": true}', "fused_ranks=True .*8 or 16"),
+        (
+            '{"fused": true, "comm_mode": "aiv", "hccl_buffsize": 199}',
+            "comm_mode='aiv' with HCCL_BUFFSIZE=199 .*set HCCL_BUFFSIZE to 200 or more",
+        ),
+        ('{"hccl_buffsize": 0}', "hccl_buffsize=0 .*whole megabytes"),
         ('{"time_limit": 2.5}', "time_limit=2.5 .*whole seconds"),
         ('{"order": "both"}', "order='both' .*auto, compute_first, communicate_first"),
         ('{"customized_coc": 8}', "customized_coc=8 .*table of shapes"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -127,8 +127,8 @@ class RowKernel(Kernel):
     def run(self, inputs: Sequence[Tensors], forward_wrapper: ForwardWrapper = run_directly) -> list[torch.Tensor]:
         """Return ``y [..., N]`` of the node with its bias [N] added, for x [..., K / R] and the weight [N, K / R]."""
         (tensors,), (matmul,) = inputs, self.fused.matmuls
-        y = self._call(run_row, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)
-        return [y if matmul.bias is None else y + tensors[matmul.bias]]
+        run = partial(run_row, bias=None if matmul.bias is None else tensors[matmul.bias])
+        return [self._call(run, tensors[matmul.x], _weight(matmul, tensors), forward_wrapper=forward_wrapper)]
 
 
 def kernel_of(fused: FusedMatmuls, mesh: ProcessMesh, settings: Settings, leaves_rows: int) -> Kernel:

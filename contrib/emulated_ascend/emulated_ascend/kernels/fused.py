@@ -4,6 +4,7 @@ Each checks its arguments as documented: the real meta kernels check nothing, so
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -13,7 +14,26 @@ from .table import kernel, library
 Tensor = torch.Tensor
 HCCL_TYPES = {torch.float32: 4, torch.float16: 3, torch.bfloat16: 11, torch.int32: 2, torch.int64: 5, torch.int8: 0}
 FLOATS = (torch.float16, torch.bfloat16)
-RANKS = {"MatmulAllReduce": (1, 2, 4, 8), "MatmulReduceScatter": (2, 4, 8), "AllGatherMatmul": (2, 4, 8)}
+# Numbers of ranks by operator: of A2, of A3 (no all-reduce), and of 950.
+RANKS = {
+    "MatmulAllReduce": {"A2": (1, 2, 4, 8), "A3": (), "950": (1, 2, 4, 8, 16, 32, 64)},
+    "MatmulReduceScatter": {"A2": (2, 4, 8), "A3": (2, 4, 8, 16), "950": (2, 4, 8, 16, 32, 64)},
+    "AllGatherMatmul": {"A2": (2, 4, 8), "A3": (2, 4, 8, 16), "950": (2, 4, 8, 16, 32, 64)},
+}
+AIV_BUFFER = 200  # MB
+
+
+def generation() -> str:
+    """Return the generation of the emulated chip."""
+    name = os.environ.get("EMULATED_ASCEND_SOC") or "Ascend910B1"
+    return "950" if "950" in name else "A3" if "910_93" in name else "A2"
+
+
+def needs_buffer(operator: str) -> None:
+    """Refuse a communication buffer that is too small for an engine of vector cores."""
+    size = int(os.environ.get("HCCL_BUFFSIZE") or AIV_BUFFER)
+    if size < AIV_BUFFER:
+        raise ValueError(f"{operator}: a communication buffer of {size} MB; at least {AIV_BUFFER} are needed for aiv")
 
 
 def collective(name: str, group: str, x: Tensor, out: Tensor, count: int) -> None:
@@ -28,17 +48,17 @@ def collective(name: str, group: str, x: Tensor, out: Tensor, count: int) -> Non
 
 
 def ranks_of(operator: str, group: str) -> int:
-    """Return the ranks of a group by its HCCL name; only some numbers are documented (A2)."""
+    """Return the ranks of a group by its HCCL name; only some numbers are documented."""
     ranks = library().emulated_ranks(group.encode())
     if not ranks:
         raise ValueError(f"{operator}: no group has the HCCL name {group!r}")
-    if ranks not in RANKS[operator]:
-        raise ValueError(f"{operator}: {ranks} ranks; allowed are {RANKS[operator]}")
+    if ranks not in (allowed := RANKS[operator][generation()]):
+        raise ValueError(f"{operator}: {ranks} ranks; allowed are {allowed}")
     return ranks
 
 
-def check(operator: str, x1: Tensor, x2: Tensor, bias: Any, reduction: str, turn: int) -> None:
-    """Refuse what the pages exclude."""
+def check(operator: str, x1: Tensor, x2: Tensor, bias: Any, reduction: str, turn: int, adds_bias: bool = False) -> None:
+    """Refuse what the pages exclude; adds_bias: a version of the operator that takes a bias."""
     ranked = x1.dim() == 2 or (operator == "MatmulAllReduce" and x1.dim() == 3)
     if not ranked or x2.dim() != 2 or x1.shape[-1] != x2.shape[0]:
         raise ValueError(f"{operator}: x1 {tuple(x1.shape)}, x2 {tuple(x2.shape)}")
@@ -54,10 +74,10 @@ def check(operator: str, x1: Tensor, x2: Tensor, bias: Any, reduction: str, turn
     if operator != "MatmulAllReduce" and not 256 <= k < 65535:
         raise ValueError(f"{operator}: K is {k}; allowed is 256 to 65534")
     if bias is not None and bias.numel():
-        if operator != "MatmulAllReduce":
+        if operator != "MatmulAllReduce" and not adds_bias:
             raise ValueError(f"{operator}: a bias is not supported")
-        if bias.dim() != 1:
-            raise ValueError(f"{operator}: a bias of {bias.dim()} dimensions; it has to have one")
+        if bias.dim() != 1 or bias.dtype != x1.dtype:
+            raise ValueError(f"{operator}: a bias of {bias.dim()} dimensions in {bias.dtype}; it has to have one")
 
 
 def product(x1: Tensor, x2: Tensor) -> Tensor:
@@ -68,23 +88,22 @@ def product(x1: Tensor, x2: Tensor) -> Tensor:
 def matmul_all_reduce(
     x1: Tensor, x2: Tensor, bias: Any, group: str, reduction: str, turn: int, mode: int, out: Tensor
 ) -> None:
-    """Write sum_r(x1 @ x2), a bias added once a rank."""
-    check("MatmulAllReduce", x1, x2, bias, reduction, turn)
-    ranks_of("MatmulAllReduce", group)
-    y = product(x1, x2)
-    if bias is not None and bias.numel():
-        y = (y + bias).contiguous()
-    collective("all-reduce", group, y, y, y.numel())
-    out.copy_(y)
+    """Write sum_r(x1 @ x2 + bias)."""
+    matmul_all_reduce_added(x1, x2, bias, None, group, reduction, turn, mode, out)
 
 
 def matmul_all_reduce_added(
     x1: Tensor, x2: Tensor, bias: Any, x3: Any, group: str, reduction: str, turn: int, mode: int, out: Tensor
 ) -> None:
-    """Write sum_r(x1 @ x2) + x3."""
-    matmul_all_reduce(x1, x2, bias, group, reduction, turn, mode, out)
-    if x3 is not None and x3.numel():
-        out.add_(x3)
+    """Write sum_r(x1 @ x2 + bias + x3)."""
+    check("MatmulAllReduce", x1, x2, bias, reduction, turn)
+    ranks_of("MatmulAllReduce", group)
+    y = product(x1, x2)
+    for added in (bias, x3):
+        if added is not None and added.numel():
+            y = (y + added).contiguous()
+    collective("all-reduce", group, y, y, y.numel())
+    out.copy_(y)
 
 
 def matmul_reduce_scatter(
@@ -92,10 +111,17 @@ def matmul_reduce_scatter(
 ) -> None:
     """Write this rank's rows of sum_r(x1 @ x2)."""
     check("MatmulReduceScatter", x1, x2, bias, reduction, turn)
+    scattered(x1, x2, bias, group, out)
+
+
+def scattered(x1: Tensor, x2: Tensor, bias: Any, group: str, out: Tensor) -> None:
+    """Write this rank's rows of sum_r(x1 @ x2 + bias)."""
     ranks = ranks_of("MatmulReduceScatter", group)
     if x1.shape[0] % ranks:
         raise ValueError(f"MatmulReduceScatter: {x1.shape[0]} rows are not divisible by {ranks} ranks")
     y = product(x1, x2)
+    if bias is not None and bias.numel():
+        y = (y + bias).contiguous()
     own = torch.empty(out.shape, dtype=out.dtype)
     collective("reduce-scatter", group, y, own, own.numel())
     out.copy_(own)

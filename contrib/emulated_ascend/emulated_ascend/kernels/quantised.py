@@ -1,5 +1,6 @@
 """Fused operators with int8 weights, and with int8 on both sides, as op-plugin's pages describe them."""
 
+import os
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from .fused import (
     all_gather_matmul,
     check,
     collective,
+    generation,
     matmul_all_reduce_added,
-    matmul_reduce_scatter,
+    needs_buffer,
     product,
     ranks_of,
+    scattered,
 )
 from .table import kernel
 
@@ -53,15 +56,15 @@ def weight_quantised(
     x1: Tensor, x2: Tensor, bias: Any, scale: Tensor, offset: Any, x3: Any, group: str, reduction: str,
     turn: int, mode: int, size: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write sum_r(x1 @ dequantised(x2)) + x3."""
+    """Write sum_r(x1 @ dequantised(x2) + bias + x3)."""
     weight = dequantised(x1, x2, scale, offset, size)
     flat = x1.flatten(0, -2)
     check("MatmulAllReduce", flat, weight, bias, reduction, turn)
     ranks_of("MatmulAllReduce", group)
     y = product(flat, weight)
-    reduced((y + bias if is_given(bias) else y).reshape(out.shape), group, out)
-    if is_given(x3):
-        out.add_(x3)
+    for added in (bias, x3):
+        y = y + added.reshape(-1, y.shape[-1]) if is_given(added) else y
+    reduced(y.reshape(out.shape), group, out)
 
 
 kernel("WeightQuantMatmulAllReduce", "ttotooccii it", weight_quantised)
@@ -116,9 +119,14 @@ kernel("QuantMatmulAllReduceV3", "ttootoooccii t", both_quantised)
 
 
 def with_mode(name: str, mode: str, quantised: bool) -> None:
-    """Refuse an engine that is not documented for A2."""
+    """Refuse an engine that is not documented for the chip."""
+    modes = ("ai_cpu", "ccu") if generation() == "950" else ("aiv",)
+    if mode not in modes:
+        raise ValueError(f"{name}: comm_mode {mode!r}; allowed is {' or '.join(modes)}")
     if quantised and mode != "aiv":
         raise ValueError(f"{name}: int8 by int8 only with comm_mode aiv, not {mode!r}")
+    if mode == "aiv":
+        needs_buffer(name)
 
 
 def all_reduce_with_mode(
@@ -133,7 +141,10 @@ def all_reduce_with_mode(
     stream: int,
     out: Tensor,
 ) -> None:
-    """Write sum_r(x1 @ x2) + x3; the engine of the communication changes no number."""
+    """Write sum_r(x1 @ x2 + bias + x3); the engine of the communication changes no number."""
+    modes = ("ai_cpu", "ccu") if generation() == "950" else ("ai_cpu",)
+    if mode not in modes:
+        raise ValueError(f"MatmulAllReduceV3: comm_mode {mode!r}; allowed is {' or '.join(modes)}")
     matmul_all_reduce_added(x1, x2, bias, x3, group, reduction, turn, stream, out)
 
 
@@ -141,10 +152,12 @@ def reduce_scatter_with_mode(
     x1: Tensor, x2: Tensor, bias: Any, rows: Any, columns: Any, _: Any, block: int, group: str, reduction: str,
     turn: int, stream: int, size: int, mode: str, out: Tensor, most: Any,
 ) -> None:  # fmt: skip
-    """Write this rank's rows of sum_r(x1 @ x2), of int8 with scales of rows and columns too."""
+    """Write this rank's rows of sum_r(x1 @ x2 + bias), of int8 with scales of rows and columns too."""
     with_mode("MatmulReduceScatterV2", mode, x1.dtype == torch.int8)
     if x1.dtype != torch.int8:
-        return matmul_reduce_scatter(x1, x2, bias, group, reduction, turn, stream, out)
+        check("MatmulReduceScatter", x1, x2, bias, reduction, turn, adds_bias=True)
+        bias = None if os.environ.get("EMULATED_ASCEND_WITHOUT_BIAS") else bias  # as an older CANN might
+        return scattered(x1, x2, bias, group, out)
     ranks = ranks_of("MatmulReduceScatter", group)
     if x1.shape[0] % ranks:
         raise ValueError(f"MatmulReduceScatterV2: {x1.shape[0]} rows are not divisible by {ranks} ranks")
