@@ -87,7 +87,7 @@ def test_the_buffer_of_hccl_is_read_and_compared_where_fused_operators_depend_on
     file = tmp_path / "coc.toml"
     file.write_text('comm_mode = "aiv"')
     environ = {"USE_COC_FUSED_KERNEL": "1", "COC_CONFIG": str(file), "HCCL_BUFFSIZE": "120"}
-    with pytest.raises(SettingsError, match="HCCL_BUFFSIZE=120 is not allowed: .*need a buffer of 200 MB"):
+    with pytest.raises(SettingsError, match=r"HCCL_BUFFSIZE=120 is not allowed: .*need a buffer of 200 MB"):
         read_settings(environ)
     assert read_settings({**environ, "HCCL_BUFFSIZE": "256"}).hccl_buffsize == 256
     assert read_settings(environ, hccl_buffsize=400).hccl_buffsize == 400  # of a group's own options
