@@ -51,8 +51,9 @@ def read_settings(
         values.update(_with_auto(read_file(environ[CONFIG_VARIABLE])))
     values.update(_with_auto(_read_variables(environ)))
     values.update(_with_auto(_known(overrides, "configure()")))
-    if isinstance(values.get("frameworks"), list):
-        values["frameworks"] = tuple(values["frameworks"])
+    for name in ("frameworks", "stream_limit"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
     return Settings(**_with_plan(values))
 
 

@@ -178,6 +178,7 @@ class Settings(OperatorSettings):
             str(list(key)): cut if isinstance(cut, int) else list(cut) for key, cut in self.customized_coc.items()
         }
         values["frameworks"] = self.frameworks and list(self.frameworks)
+        values["stream_limit"] = self.stream_limit and list(self.stream_limit)
         values["plan"] = self.plan and self.plan.digest
         return values
 

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops import chunked, npu, reference, shm
+from ascend_parallel.ops import chunked, npu, reference, shm, stream_limit
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.call import ALL_REDUCE, Exchange, Matmul, matmul_of
 from ascend_parallel.ops.comm_scales import CommScales
@@ -40,6 +40,7 @@ from ascend_parallel.ops.registry import (
 )
 from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
+from ascend_parallel.ops.stream_limit import FOLLOWED
 from ascend_parallel.ops.unfinished import finished
 
 P = ParamSpec("P")
@@ -98,6 +99,8 @@ def decided(
     and of fused kernels, which may open shared memory, are not kept here. Raises `ValueError` for operands that do not
     fit, and what `choose` raises.
     """
+    if settings.stream_limit != FOLLOWED.limit:
+        stream_limit.follow(settings, x.device.type)
     if settings.fused or not isinstance(w, torch.Tensor) or comm_scales is not None:
         return _decide(operator, x, w, group, settings, known, layout, comm_scales, parts)
     operands = type(x), x.shape, x.dtype, x.device, type(w), w.shape, w.dtype, w.device
@@ -129,6 +132,8 @@ def decided_exchange(
     exchange: Exchange, group: dist.ProcessGroup, settings: OperatorSettings, known: Known | None = None
 ) -> Decision:
     """Decide in how many groups of parts an exchange on `group` runs: the same on every rank, kept as of `decided`."""
+    if settings.stream_limit != FOLLOWED.limit:
+        stream_limit.follow(settings, exchange.device)
     kept, key = of_group(group), (exchange, settings, known)
     decision = kept.decisions.get(key)
     if decision is None:
@@ -218,10 +223,10 @@ def start_matmul_reduce_scatter(
     return pending
 
 
-def operator_adds(bias: torch.Tensor | None, decision: Decision, group: dist.ProcessGroup) -> bool:
+def operator_adds(bias: torch.Tensor, decision: Decision, group: dist.ProcessGroup) -> bool:
     """Tell whether the operator of a decision adds a bias [N] to its sum; every rank of `group` calls this alike."""
     assert isinstance(decision.call, Matmul)
-    return bias is not None and decision.kernel == "npu" and npu.adds_bias(decision.call, bias, group)
+    return decision.kernel == "npu" and npu.adds_bias(decision.call, bias, group)
 
 
 def run_all_gather_matmul(
@@ -380,6 +385,7 @@ def _decide(
     if comm_scales is not None:
         matmul = replace(matmul, comm_quant=True)
         comm_scales.check(operator, matmul.n, matmul.dtype, x.device)
+    stream_limit.follow(settings, matmul.device)
     decision = decision_for(matmul, group, settings, known, x.device, layout)
     log_once(decision)
     return decision

@@ -18,6 +18,10 @@ from ascend_parallel.ops.soc import AIV_BUFFER
 
 COMM_MODES = ("ai_cpu", "aiv", "ccu")
 
+StreamLimit = tuple[int, int]
+"""Cube and vector cores that a stream may take; `ALL_CORES`: as many of a kind as there are."""
+ALL_CORES = -1
+
 Bounds = tuple[float, float, str]
 """The smallest and the largest allowed value of a whole number, and what to give."""
 
@@ -77,6 +81,9 @@ class OperatorSettings:
         (docs/npu.md).
     hccl_buffsize
         Megabytes of HCCL's communication buffer, which "aiv" needs 200 of. HCCL_BUFFSIZE, a variable of HCCL.
+    stream_limit
+        The cube and vector cores that the stream of matmuls may take on Ascend A2 and A3, -1 for all of a kind, so that
+        collectives on vector cores have the others; None: no limit, but measured chunks try some.
 
     Source of names and meaning: MindSpeed, communication-over-computation.md.
     """
@@ -107,6 +114,7 @@ class OperatorSettings:
     comm_mode: str | None = None
     fused_ranks: int = FUSED_RANKS[0]
     hccl_buffsize: int = HCCL_BUFFSIZE
+    stream_limit: StreamLimit | None = None
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that is not allowed."""
@@ -123,6 +131,14 @@ class OperatorSettings:
         require("comm_mode", self.comm_mode, allowed, " or ".join(COMM_MODES))
         allowed = type(self.fused_ranks) is int and self.fused_ranks in FUSED_RANKS
         require("fused_ranks", self.fused_ranks, allowed, " or ".join(map(str, FUSED_RANKS)))
+        limit = self.stream_limit
+        allowed = limit is None or (
+            isinstance(limit, tuple)
+            and len(limit) == 2
+            and all(type(cores) is int and (cores >= 1 or cores == ALL_CORES) for cores in limit)
+            and limit != (ALL_CORES, ALL_CORES)
+        )
+        require("stream_limit", limit, allowed, "[cube cores, vector cores], each 1 or more, or one of them -1 (all)")
         if self.fused and self.comm_mode == "aiv" and self.hccl_buffsize < AIV_BUFFER:
             raise SettingsError(
                 f"comm_mode='aiv' with HCCL_BUFFSIZE={self.hccl_buffsize} is not allowed: fused operators whose "

@@ -374,14 +374,14 @@ def row_forward(
         decision = decided(
             ALL_REDUCE, given, w, group, settings, known, layout=layout, comm_scales=scales, parts=layer.parts
         )
-        inside = bias if operator_adds(bias, decision, group) else None
+        inside = bias if bias is not None and operator_adds(bias, decision, group) else None
         pending = start_matmul_all_reduce(given, w, group, decision, comm_scales=scales, product=product, bias=inside)
         y = shaped(layer.result(pending) if layer.leaves_rows else pending.wait(), (*x.shape[:-1], features))
         return y if bias is None or bias is inside else y + bias
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     decision = decided(REDUCE_SCATTER, given, w, group, settings, known, layout=layout, parts=layer.parts)
-    inside = bias if operator_adds(bias, decision, group) else None
+    inside = bias if bias is not None and operator_adds(bias, decision, group) else None
     pending = start_matmul_reduce_scatter(given, w, group, decision, product=product, bias=inside)
     y = shaped(
         layer.result(pending) if layer.leaves_rows else pending.wait(),

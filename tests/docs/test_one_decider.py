@@ -22,6 +22,7 @@ DECIDERS = {"ops/registry.py", "ops/settings.py", "ascend_parallel/settings.py"}
 # Rules of a pass and measurements, which hand on what is known to the decider; and words for people.
 READERS = {
     "ascend_parallel/overlap/known.py": {"num_chunks", "plan"},
+    "ops/stream_limit.py": {"tune", "auto"},
     "ascend_parallel/tuning/measured/decider.py": {"tune", "plan"},
     "ascend_parallel/tuning/measured/plan_file.py": {"tune"},
     "ascend_parallel/sharding/planner/shared_sequences.py": {"auto", "tune", "plan"},

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.logs import working
+from ascend_parallel.ops import stream_limit
 from ascend_parallel.ops.call import Exchange
 from ascend_parallel.ops.decision import Known, because
+from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
@@ -30,7 +32,14 @@ from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
 from ascend_parallel.tuning.measured.part_groups import Run, common_groups, measured_groups
 from ascend_parallel.tuning.measured.pass_times import TimedLinear
 from ascend_parallel.tuning.measured.plan_file import PlanFile
-from ascend_parallel.tuning.measured.tuner import ROUNDS, MeasuredBreakdowns, TunedPass, confirmed, measured
+from ascend_parallel.tuning.measured.tuner import (
+    ROUNDS,
+    MeasuredBreakdowns,
+    TunedPass,
+    confirmed,
+    limit_of_stream,
+    measured,
+)
 
 log = logging.getLogger("ascend_parallel")
 
@@ -53,12 +62,15 @@ class OfGroup:
         Calls that were left to the framework's own layer.
     breakdowns
         The parts of passes that were timed.
+    limited
+        Whether limits of the stream's cores were tried: once, on the first pass that is cut.
     """
 
     plan: Plan | None = None
     known: dict[Hashable, Known] = field(default_factory=dict)
     left_whole: set[Hashable] = field(default_factory=set)
     breakdowns: MeasuredBreakdowns = field(default_factory=MeasuredBreakdowns)
+    limited: bool = False
 
 
 class Decider:
@@ -226,9 +238,28 @@ class Decider:
             known = self._of(group).breakdowns
             breakdown = layer.breakdown(operator, ROUNDS) if tunes else known.of(layer, operator)
             tuned = (measured if tunes else confirmed)(layer, operator, breakdown)
+            if shape.device == "npu" and len(tuned.sizes) > 1:
+                self._limit_stream(layer, operator, tuned.sizes, group)
         bound = breakdown.communication > breakdown.computation and not self._settings.region
         self._log_once(operator, tuned, self._hint if bound else "")
         return Entry.of(*operator, tuned.sizes, tuned.serial, tuned.chosen)
+
+    def _limit_stream(
+        self, layer: TimedLinear, operator: LayerOperator, sizes: Sizes, group: dist.ProcessGroup
+    ) -> None:
+        """Let the clock decide, once for each group, how many cores the stream of matmuls may take."""
+        of_group = self._of(group)
+        if of_group.limited or self._settings.stream_limit is not None:
+            return
+        of_group.limited = True
+        if limits := stream_limit.candidates():
+            limit, gain = limit_of_stream(layer, operator, sizes, limits)
+            stream_limit.put(limit)
+            if limit is not None and dist.get_rank() == 0:
+                log.warning(
+                    "%s: the stream of matmuls takes %d of the vector cores, %.1f %% faster (stream_limit = %s)",
+                    self._file.option, limit[1], 100 * gain, list(limit),
+                )  # fmt: skip
 
     def _as_replicas(
         self, plan: Plan, passes: list[LayerOperator], shape: LayerShape, group: dist.ProcessGroup

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
+from ascend_parallel.ops import stream_limit
 from ascend_parallel.ops.bits import keep_bits
 from ascend_parallel.ops.call import Call
 from ascend_parallel.ops.counts import COUNTS
@@ -26,6 +27,7 @@ from ascend_parallel.ops.decision import Known, Reason, because
 from ascend_parallel.ops.record import RECORDING
 from ascend_parallel.ops.registry import choose
 from ascend_parallel.ops.rows import Sizes, is_one_gather
+from ascend_parallel.ops.settings import StreamLimit
 from ascend_parallel.overlap.digests import no_digests
 from ascend_parallel.overlap.known import known_in_pass
 from ascend_parallel.overlap.layer_shape import BACKWARD, COLUMN, FORWARD, LayerOperator, LayerShape
@@ -87,6 +89,19 @@ class TimedLinear:
     def time_sizes(self, operator: LayerOperator, candidates: Sequence[Sizes], rounds: int) -> Times:
         """Time one pass with each of these chunk sizes; see `time`."""
         return self.time(operator, {sizes: self.with_sizes(operator, sizes) for sizes in candidates}, rounds)
+
+    def time_limits(
+        self, operator: LayerOperator, sizes: Sizes, limits: Sequence[StreamLimit | None], rounds: int
+    ) -> dict[StreamLimit | None, list[float]]:
+        """Time one pass in these sizes under each limit of the stream's cores; the last that was timed stays."""
+        variant = self.with_sizes(operator, sizes)
+
+        def under(limit: StreamLimit | None) -> float:
+            self._clock.synchronize()  # what was launched before has the limit that stood then
+            stream_limit.put(limit)
+            return self._timed_alone(operator, variant)
+
+        return self._clock.rounds({limit: partial(under, limit) for limit in limits}, rounds)
 
     def time(self, operator: LayerOperator, variants: Mapping[Name, Variant], rounds: int) -> dict[Name, list[float]]:
         """Time one pass with each of `variants`; return the slowest rank's seconds by variant and round.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -14,9 +15,10 @@ from ascend_parallel.ops.call import ALL_GATHER, Matmul
 from ascend_parallel.ops.device_units import fills
 from ascend_parallel.ops.registry import cuts_to_time, row_step
 from ascend_parallel.ops.rows import Sizes, is_one_gather, one_gather
+from ascend_parallel.ops.settings import StreamLimit
 from ascend_parallel.overlap.layer_shape import COLUMN, LayerOperator
 from ascend_parallel.tuning.cost_model.chunk_search import ChunkSearchResult, best_sizes
-from ascend_parallel.tuning.measured.contest import LEAST_GAIN, Contest
+from ascend_parallel.tuning.measured.contest import LEAST_GAIN, Contest, fastest
 from ascend_parallel.tuning.measured.pass_parts import PassBreakdown, seconds
 from ascend_parallel.tuning.measured.pass_times import TimedLinear, Times
 
@@ -84,6 +86,16 @@ def decide(times: Times, whole: Sizes, best: Sizes) -> TunedPass:
         return TunedPass(best, serial, median(times[best]))
     lost = f"{contest.lost} of {len(times[best])} rounds"
     return TunedPass(whole, serial, serial, _why_whole(best, whole, contest.gain, lost))
+
+
+def limit_of_stream(
+    layer: TimedLinear, operator: LayerOperator, sizes: Sizes, limits: Sequence[StreamLimit]
+) -> tuple[StreamLimit | None, float]:
+    """Time a pass in `sizes` without a limit of its stream's cores and with each; return the winner and its gain."""
+    times = layer.time_limits(operator, sizes, (None, *limits), ROUNDS)
+    best = fastest(times, limits)
+    contest = Contest(times[None], times[best])
+    return (best, contest.gain) if contest.won else (None, 0.0)
 
 
 def _why_whole(best: Sizes, whole: Sizes, gain: float, lost: str) -> str:

@@ -492,6 +492,65 @@ API aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* on) {
   return ACL_SUCCESS;
 }
 
+// ---- how many cores a stream, or the device, may take; here they change no time and no number
+
+static uint32_t cores_of(aclrtDevResLimitType type) { return type == ACL_RT_DEV_RES_CUBE_CORE ? 24 : 48; }
+static std::map<std::pair<void*, int>, uint32_t> limits;  // by stream, or the null pointer: the device
+static thread_local aclrtStream stream_in_use = nullptr;
+
+static uint32_t limit_of(void* stream, aclrtDevResLimitType type) {
+  std::lock_guard<std::mutex> hold(device_lock);
+  for (void* owner : {stream, static_cast<void*>(nullptr)}) {
+    auto found = limits.find({owner, type});
+    if (found != limits.end()) return found->second;
+  }
+  return cores_of(type);
+}
+static aclError set_limit(void* owner, aclrtDevResLimitType type, uint32_t value) {
+  if (!value || value > cores_of(type)) return ACL_ERROR_INVALID_PARAM;
+  std::lock_guard<std::mutex> hold(device_lock);
+  limits[{owner, type}] = value;
+  return ACL_SUCCESS;
+}
+static aclError reset_limits(void* owner) {
+  std::lock_guard<std::mutex> hold(device_lock);
+  for (int type : {ACL_RT_DEV_RES_CUBE_CORE, ACL_RT_DEV_RES_VECTOR_CORE}) limits.erase({owner, type});
+  return ACL_SUCCESS;
+}
+API aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t* value) {
+  *value = limit_of(nullptr, type);
+  return ACL_SUCCESS;
+}
+API aclError aclrtSetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t value) {
+  count("aclrtSetDeviceResLimit");
+  return set_limit(nullptr, type, value);
+}
+API aclError aclrtResetDeviceResLimit(int32_t) { return reset_limits(nullptr); }
+API aclError aclrtGetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t* value) {
+  *value = limit_of(stream_of(stream), type);
+  return ACL_SUCCESS;
+}
+API aclError aclrtSetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t value) {
+  count("aclrtSetStreamResLimit");
+  return set_limit(stream_of(stream), type, value);
+}
+API aclError aclrtResetStreamResLimit(aclrtStream stream) {
+  count("aclrtResetStreamResLimit");
+  return reset_limits(stream_of(stream));
+}
+API aclError aclrtUseStreamResInCurrentThread(aclrtStream stream) {
+  stream_in_use = stream_of(stream);
+  return ACL_SUCCESS;
+}
+API aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) {
+  stream_in_use = nullptr;
+  return ACL_SUCCESS;
+}
+API aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) {
+  *value = limit_of(stream_in_use, type);
+  return ACL_SUCCESS;
+}
+
 // ---- events
 
 static aclError make_event(aclrtEvent* event) {
