@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +16,38 @@ import torch
 
 from ascend_parallel.ops.rows import Sizes, stops_of
 from ascend_parallel.ops.without_modes import modes_are_on, without_grad_and_modes
+
+
+class _Made:
+    """Rows in the order in which they were made; what is finished, or held by nobody, is dropped now and then."""
+
+    def __init__(self) -> None:
+        self._rows: deque[weakref.ReferenceType[LazyRows]] = deque()
+        self._kept = 0  # when they were looked at last
+
+    def add(self, rows: LazyRows) -> None:
+        self._rows.append(weakref.ref(rows))
+        if len(self._rows) > 2 * self._kept + 1000:
+            self.unfinished()
+
+    def unfinished(self) -> list[LazyRows]:
+        found = []
+        with suppress(IndexError):  # another thread looks too
+            for _ in range(len(self._rows)):
+                reference = self._rows.popleft()
+                if (rows := reference()) is not None and not rows.finished:
+                    found.append(rows)
+                    self._rows.append(reference)
+        self._kept = len(found)
+        return found
+
+
+_MADE = _Made()
+
+
+def unfinished_rows() -> list[LazyRows]:
+    """Return all rows of this process that are not finished, in the order in which they were made."""
+    return _MADE.unfinished()
 
 
 class LazyRows:
@@ -58,6 +91,7 @@ class LazyRows:
         self._part_of: LazyRows | None = None if part_of is None else part_of._part_of or part_of
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
+        _MADE.add(self)
 
     def up_to(self, stop: int) -> None:
         """Finish all rows before `stop`, for a reader in the current stream, without autograd and modes.

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.call import ALL_REDUCE, Matmul
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all
+from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all, unfinished_rows
 from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.probing import (
     ROW_MAJOR,
@@ -85,6 +85,9 @@ STORES = (aten.detach.default, aten.clone.default)
 # The operators that work on each row alone, besides elementwise ones and matmuls.
 _LINES = {line.name: line for line in OPERATORS}
 _ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+# The classes whose objects hold a captured graph, by their modules in torch.
+GRAPHS = (("cuda", "CUDAGraph"), ("npu", "NPUGraph"))
 
 # A postponed gradient keeps its operands.
 MOST_POSTPONED = 2
@@ -329,7 +332,7 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
     _register_optimizer_step_pre_hook()
-    _ROOTS.add(progress)
+    _settle_around_captures()
     return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
 
 
@@ -379,15 +382,10 @@ def _finish_gradients(leaves: Sequence[torch.Tensor]) -> None:
             gradient._local_tensor = local.finished()
 
 
-_ROOTS: weakref.WeakSet[LazyRows] = weakref.WeakSet()
-"""The rows of collectives that some tensor still holds."""
-
-
 def settle(*_: object) -> None:
     """Finish all rows of this process: what is not finished now would read parameters that an optimizer changes."""
-    for root in list(_ROOTS):
-        root.settle()
-    _ROOTS.clear()
+    for rows in unfinished_rows():
+        rows.finish()
     for unread in list(_UNREAD.values()):
         _wait_for(unread)
     while _GRADIENTS:  # of a backward that failed
@@ -397,6 +395,27 @@ def settle(*_: object) -> None:
 @lru_cache(maxsize=1)
 def _register_optimizer_step_pre_hook() -> None:
     register_optimizer_step_pre_hook(settle)
+
+
+@lru_cache(maxsize=1)
+def _settle_around_captures() -> None:
+    """Have all rows finished before a graph's capture begins, and before it ends: a replay fills no others."""
+    kinds = {getattr(getattr(torch, device, None), name, None) for device, name in GRAPHS}
+    for kind in kinds - {None}:
+        for name in ("capture_begin", "capture_end"):
+            setattr(kind, name, _settling(getattr(kind, name)))
+
+
+def _settling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        try:
+            settle()
+        finally:  # a capture that fails ends all the same
+            result = original(*args, **kwargs)
+        return result
+
+    return capture
 
 
 def postponed(

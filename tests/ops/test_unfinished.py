@@ -347,7 +347,8 @@ class StandInGroup:
     """Stands for a process group, which nothing asks anything here."""
 
 
-def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
+@pytest.mark.parametrize("between", [False, True], ids=["of the rows", "of finished rows made of them"])
+def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters(between):
     from ascend_parallel.ops.unfinished import unfinished
 
     weight, memory = drawn(8, 4, seed=1).requires_grad_(), torch.full((64, 8), torch.nan)
@@ -358,7 +359,13 @@ def test_an_optimizer_finds_no_rows_that_are_still_made_of_its_parameters():
     assert x._value.isnan().all()
     expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None].expand(64, 8) @ weight.detach()
     with torch.no_grad():
-        y = x @ weight
+        if between:
+            x = x * 1
+            y = x @ weight
+            finished(x)
+            del x
+        else:
+            y = x @ weight
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.step()
