@@ -4,6 +4,7 @@
     .venv-ascend/bin/python benchmarks/emulated.py                       half an H100 and 910B1, TP 2
     .venv-ascend/bin/python benchmarks/emulated.py --cases half-2048 --chunks 4,auto --rounds 3
     .venv-ascend/bin/python benchmarks/emulated.py --cases tp8           TP 8, and what MindSpeed published for it
+    .venv-ascend/bin/python benchmarks/emulated.py --captured            the transformer layers alone, and as a graph
     .venv-ascend/bin/python benchmarks/emulated.py --layers 8192,4096    one layer's forward, by hand beside ours, TP 2
 
 The real torch_npu runs over an emulated CANN (contrib/emulated_ascend). Kernels and collectives take what a table says;
@@ -26,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--chunks", default="2,4,4 region,auto", help="variants beside the plain step (%(default)s)")
     parser.add_argument("--host", default="1", help="factor on the host's time, or probe (%(default)s)")
     parser.add_argument("--layers", metavar="ROWS,HIDDEN", help="in place of steps: a layer's forward on both devices")
+    parser.add_argument("--captured", action="store_true", help="time the layers, launched and captured in an NPUGraph")
     asked = parser.parse_args()
     of_tp8 = [name for name, case in known.items() if case.ranks == 8]
     names = of_tp8 if asked.cases == "tp8" else asked.cases.split(",")
@@ -139,7 +142,7 @@ def main() -> None:
     results = {}
     for (device, ranks), group in groupby(cases, lambda name: (cases[name].device, cases[name].ranks)):
         own = {name: cases[name] for name in group}
-        found = timed(own, device, ranks, asked.chunks.split(","), asked.rounds, asked.host)
+        found = timed(own, device, ranks, asked.chunks.split(","), asked.rounds, asked.host, captured=asked.captured)
         results |= found
         for name in own:
             print("\n".join(lines(own[name], found[name])), flush=True)
@@ -158,14 +161,23 @@ def parts(name: str, case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def timed(
-    cases: dict[str, Case], device: str, ranks: int, chunks: list[str], rounds: int, host: str, layers: str = ""
+    cases: dict[str, Case],
+    device: str,
+    ranks: int,
+    chunks: list[str],
+    rounds: int,
+    host: str,
+    layers: str = "",
+    captured: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Run cases on ranks of a device; return by case the steps of each variant by rank, and the machine's load.
 
-    layers  rows and hidden size: layers are run in place of the cases, and named by their kinds
+    layers    rows and hidden size: layers are run in place of the cases, and named by their kinds
+    captured  a model's transformer layers are run, launched by the host and as a graph
     """
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"chunks": chunks, "rounds": rounds, "folder": folder, "layers": layers}
+        options["captured"] = captured
         options["cases"] = {name: asdict(case) for name, case in cases.items()}
         words = ["run", "--clock", "--device", device, "--host", host, "--ranks", str(ranks), __file__]
         inherited = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
@@ -238,6 +250,7 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
     import torch_npu.contrib.transfer_to_npu  # noqa: F401
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils
     from megatron_cpu import start_model_parallel
 
@@ -250,7 +263,10 @@ def rank() -> None:
     else:
         start_model_parallel(dist.get_world_size())
         cases = {name: Case(**case) for name, case in options["cases"].items()}
-        found = {name: steps_of(case, options["chunks"], options["rounds"]) for name, case in cases.items()}
+        if options["captured"]:
+            model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        ways = options["chunks"], options["rounds"], options["captured"]
+        found = {name: steps_of(case, *ways) for name, case in cases.items()}
     Path(options["folder"], f"{dist.get_rank():03}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -292,16 +308,60 @@ def layers_of(rows: int, hidden: int, rounds: int) -> dict[str, dict[str, list[d
     return found
 
 
-def steps_of(case: Case, chunks: list[str], rounds: int) -> dict[str, list[dict[str, float]]]:
+def steps_of(case: Case, chunks: list[str], rounds: int, captured: bool) -> dict[str, list[dict[str, float]]]:
     """Time the plain step and the variants in turn."""
     import torch
     import torch.distributed as dist
     from emulated_ascend import clock
     from measuring import deciding, settings_of, with_state
-    from megatron_cpu import finalize_gradients, next_token_loss
     from training import forwards
 
     import ascend_parallel
+
+    step = layers_step(case) if captured else model_step(case)
+    ascend_parallel.configure(num_chunks=1)
+    states = {PLAIN: forwards()}
+    for name in chunks:
+        ascend_parallel.configure(**settings_of(name))
+        states[name] = forwards()
+        ascend_parallel.configure(num_chunks=1)
+    ways: dict[str, tuple[Any, Callable[[], object]]] = {name: (state, step) for name, state in states.items()}
+    for name, state in states.items():
+        for _ in range(3 + deciding(name) + 20 * ("auto" in name)):
+            with_state(state, step)
+        if captured:
+            graph = torch.npu.NPUGraph()
+            with_state(state, partial(capture, graph, step))
+            ways[f"{name}, captured"] = state, graph.replay
+    torch.npu.synchronize()
+    clock.forget()
+    order: list[str] = []
+    for index in range(rounds):
+        for name in random.Random(index).sample(list(ways), len(ways)):
+            dist.barrier()
+            torch.npu.synchronize()
+            clock.mark()
+            with_state(*ways[name])
+            torch.npu.synchronize()
+            clock.mark()
+            order.append(name)
+    with_state(states[PLAIN], lambda: None)
+    steps = clock.steps()[::2]
+    return {name: [asdict(step) for its, step in zip(order, steps, strict=True) if its == name] for name in ways}
+
+
+def capture(graph: Any, step: Callable[[], object]) -> None:
+    """Capture a step in a graph."""
+    import torch
+
+    with torch.npu.graph(graph):
+        step()
+
+
+def model_step(case: Case) -> Callable[[], None]:
+    """Return forward and backward of a case's model on drawn tokens."""
+    import torch
+    from megatron_cpu import finalize_gradients, next_token_loss
 
     model = model_of(case).to("npu")
     tokens = torch.randint(case.vocab, (case.batch, case.sequence + 1), generator=torch.Generator().manual_seed(1))
@@ -313,30 +373,26 @@ def steps_of(case: Case, chunks: list[str], rounds: int) -> dict[str, list[dict[
         next_token_loss(model, tokens).backward()
         finalize_gradients(model)
 
-    ascend_parallel.configure(num_chunks=1)
-    states = {PLAIN: forwards()}
-    for name in chunks:
-        ascend_parallel.configure(**settings_of(name))
-        states[name] = forwards()
-        ascend_parallel.configure(num_chunks=1)
-    for name, state in states.items():
-        for _ in range(3 + deciding(name) + 20 * ("auto" in name)):
-            with_state(state, step)
-        torch.npu.synchronize()
-    clock.forget()
-    order: list[str] = []
-    for index in range(rounds):
-        for name in random.Random(index).sample(list(states), len(states)):
-            dist.barrier()
-            torch.npu.synchronize()
-            clock.mark()
-            with_state(states[name], step)
-            torch.npu.synchronize()
-            clock.mark()
-            order.append(name)
-    with_state(states[PLAIN], lambda: None)
-    steps = clock.steps()[::2]
-    return {name: [asdict(step) for its, step in zip(order, steps, strict=True) if its == name] for name in states}
+    return step
+
+
+def layers_step(case: Case) -> Callable[[], None]:
+    """Return forward and backward of a case's transformer layers: its embedding and loss read masks on the host."""
+    import torch
+
+    model = model_of(case).to("npu")
+    layers, rows = model.decoder, case.sequence // (case.ranks if case.sequence_parallel else 1)
+    x = torch.zeros(rows, case.batch, case.hidden, dtype=torch.bfloat16, device="npu", requires_grad=True)
+    dy = torch.zeros_like(x)
+    mask = torch.ones(1, 1, case.sequence, case.sequence, dtype=torch.bool, device="npu").triu(1)
+    rotary = model.rotary_pos_emb(case.sequence) if hasattr(model, "rotary_pos_emb") else None
+
+    def step() -> None:
+        for each in (x, *layers.parameters()):
+            each.grad = None
+        layers(x, mask, rotary_pos_emb=rotary).backward(dy)
+
+    return step
 
 
 def model_of(case: Case) -> Any:

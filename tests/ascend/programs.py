@@ -141,34 +141,41 @@ def megatron(sequence, experts, **options):
         parallel_state.destroy_model_parallel()
 
 
-def gpt(settings, sequence=False, experts=False, steps=2, seq=32, run_step=lambda step: step(), **options):
-    """Train a small GPT of Megatron-core; return losses and gradients, and the coverage.
-
-    run_step: runs each step, which returns loss and gradients.
-    """
+def gpt_model(config, settings, seq):
+    """Return a small GPT of Megatron-core, with drawn weights, and its attention mask."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     import ascend_parallel
 
+    if settings is not None:
+        chunks = settings["num_chunks"]
+        cuts = {} if chunks == "auto" else {"customized_coc": gpt_cuts(config, 2 * seq, chunks)}
+        ascend_parallel.configure(**settings, **cuts)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
+    spec = TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=PlainNorm)
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=seq, position_embedding_type="rope")
+    model = model.to(config.params_dtype).to(device())
+    with torch.no_grad():
+        for index, weight in enumerate(model.parameters()):
+            drawn = torch.Generator().manual_seed(100 * index + dist.get_rank())
+            weight.copy_(torch.randn(weight.shape, generator=drawn) * 0.05)
+    return model, torch.ones(1, 1, seq, seq, dtype=torch.bool).triu(1).to(device())
+
+
+def gpt(settings, sequence=False, experts=False, steps=2, seq=32, run_step=lambda step: step(), **options):
+    """Train a small GPT of Megatron-core; return losses and gradients, and the coverage.
+
+    run_step: runs each step, which returns loss and gradients.
+    """
+    import ascend_parallel
+
     with megatron(sequence, experts, **options) as config:
-        if settings is not None:
-            chunks = settings["num_chunks"]
-            cuts = {} if chunks == "auto" else {"customized_coc": gpt_cuts(config, 2 * seq, chunks)}
-            ascend_parallel.configure(**settings, **cuts)
-        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
-        spec = TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=PlainNorm)
-        model = GPTModel(config, spec, vocab_size=128, max_sequence_length=seq, position_embedding_type="rope")
-        model = model.to(config.params_dtype).to(device())
-        with torch.no_grad():
-            for index, weight in enumerate(model.parameters()):
-                drawn = torch.Generator().manual_seed(100 * index + dist.get_rank())
-                weight.copy_(torch.randn(weight.shape, generator=drawn) * 0.05)
+        model, mask = gpt_model(config, settings, seq)
         tokens = torch.randint(0, 128, (2, seq), generator=torch.Generator().manual_seed(2)).to(device())
         positions = torch.arange(seq).repeat(2, 1).to(device())
-        mask = torch.ones(1, 1, seq, seq, dtype=torch.bool).triu(1).to(device())
         stepper = torch.optim.AdamW(model.parameters(), 1e-3)
 
         def step():
@@ -190,3 +197,45 @@ def gpt(settings, sequence=False, experts=False, steps=2, seq=32, run_step=lambd
 def gpt_and_counts(settings, options):
     result, numbers = counted(gpt, settings, **options)
     return (*result, numbers)
+
+
+def block(settings, sequence=False, captured=False, steps=4, seq=32):
+    """Run the layers of a small GPT of Megatron-core; return outputs and gradients of each step, and the counts.
+
+    captured: the third step is captured, forward and backward, and it and those behind it are replays.
+    """
+    from megatron.core import tensor_parallel
+
+    import ascend_parallel
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with megatron(sequence, False) as config:
+        tensor_parallel.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        model, mask = gpt_model(config, settings, seq)
+        layers, rotary = model.decoder, model.rotary_pos_emb(seq)
+        x = torch.zeros(seq // ranks if sequence else seq, 2, config.hidden_size, device=device(), requires_grad=True)
+        dy = torch.zeros_like(x)
+
+        def step():
+            for each in (x, *layers.parameters()):
+                each.grad = None
+            y = layers(x, mask, rotary_pos_emb=rotary)
+            y.backward(dy)
+            return y.detach()
+
+        ascend_parallel.ops.COUNTS.clear()
+        results, graph = [], torch.npu.NPUGraph()
+        for number in range(steps):
+            drawn = torch.Generator().manual_seed(10 * number + (rank if sequence else 0))
+            with torch.no_grad():
+                for each in (x, dy):
+                    each.copy_(torch.randn(each.shape, generator=drawn))
+            if not captured or number < 2:
+                y = step()
+            else:
+                if number == 2:
+                    with torch.npu.graph(graph):
+                        y = step()
+                graph.replay()
+            results += [y.cpu(), x.grad.cpu(), *(weight.grad.cpu() for weight in layers.parameters())]
+    return results, ascend_parallel.ops.COUNTS.as_dict()

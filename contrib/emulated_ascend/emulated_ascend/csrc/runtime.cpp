@@ -1,6 +1,8 @@
 #include "runtime.h"
 
 #include "clock.h"
+#include "graphs.h"
+#include "marks.h"
 #include "races.h"
 
 #include <algorithm>
@@ -124,6 +126,9 @@ void rest_release_threads() {
   closedir(threads);
 }
 
+// When the host launched the graph that the thread replays; 0: it replays none.
+thread_local clock::Nanos replayed = 0;
+
 struct Stream {
   std::mutex lock;
   std::condition_variable filled, emptied;
@@ -144,7 +149,7 @@ struct Stream {
     random.seed(setting("SEED", 0) * 1000003 + atoi(getenv("RANK") ? getenv("RANK") : "0") * 1009 + id);
   }
   void put(Task kind, std::function<void()> run) {
-    clock::Nanos launched = clock::on() ? clock::launch(kind == Task::Mark) : 0;
+    clock::Nanos launched = !clock::on() ? 0 : replayed ? replayed : clock::launch(kind == Task::Mark);
     std::lock_guard<std::mutex> hold(lock);
     queue.push_back({kind, std::move(run), launched});
     if (!started) {
@@ -224,47 +229,10 @@ Stream* stream_of(void* given) {
   return stream;
 }
 
-// A record of an event: who waits for it has the record, so that a later record of the event changes nothing for it.
-struct Record {
-  std::mutex lock;
-  std::condition_variable came;
-  bool done = false, communicates = false;
-  double at = 0;
-  clock::Nanos moment = 0;  // of the virtual clock
-  races::Clock before;  // what lies before it
-  void set() {
-    std::lock_guard<std::mutex> hold(lock);
-    done = true;
-    at = seconds();
-    if (clock::on()) {
-      moment = clock::lane()->now;
-      communicates = clock::lane()->communicates;
-      at = double(moment) * 1e-9;
-    }
-    came.notify_all();
-  }
-  bool is_done() {
-    if (!clock::on()) {
-      std::lock_guard<std::mutex> hold(lock);
-      return done;
-    }
-    wait(2);  // the stream's thread may be behind its own time
-    clock::Nanos now = clock::host();
-    std::lock_guard<std::mutex> hold(lock);
-    return done && moment <= now;
-  }
-  bool wait(int milliseconds = -1) {
-    std::unique_lock<std::mutex> hold(lock);
-    if (milliseconds >= 0) return came.wait_for(hold, std::chrono::milliseconds(milliseconds), [this] { return done; });
-    came.wait(hold, [this] { return done; });
-    return true;
-  }
-};
-
 struct Event {
   std::mutex lock;
-  std::shared_ptr<Record> record;
-  std::shared_ptr<Record> now() {
+  MarkOf record;
+  MarkOf now() {
     std::lock_guard<std::mutex> hold(lock);
     return record;
   }
@@ -318,7 +286,7 @@ bool see(Stream* stream, int milliseconds = -1) {
   if (races::on()) races::host_saw(before);
   return true;
 }
-bool see(const std::shared_ptr<Record>& record, int milliseconds = -1) {
+bool see(const MarkOf& record, int milliseconds = -1) {
   clock::Section section;
   if (!record->wait(milliseconds)) return false;
   clock::host_waits(record->moment);
@@ -339,6 +307,7 @@ void wait_for_all() {
 
 void enqueue(void* stream, Task kind, std::function<void()> run, const std::string& name) {
   clock::Section section;
+  if (graphs::keep(stream, kind, run, name)) return;
   Stream* queue = stream_of(stream);
   if (!races::on() || name.empty()) return queue->put(kind, std::move(run));
   races::PointOf point = races::launched(queue->id, name);
@@ -348,6 +317,24 @@ void enqueue(void* stream, Task kind, std::function<void()> run, const std::stri
   });
 }
 void drain(void* stream) { see(stream_of(stream)); }
+void* the_stream(void* stream) { return stream_of(stream); }
+
+MarkOf put_mark(void* stream) {
+  auto mark = std::make_shared<Mark>();
+  if (races::on()) mark->before = races::recorded(stream_of(stream)->id);
+  if (!graphs::keep_mark(stream, mark)) enqueue(stream, Task::Mark, [mark] { mark->set(); });
+  return mark;
+}
+void put_wait(void* stream, const MarkOf& mark) {
+  if (races::on()) races::waits(stream_of(stream)->id, mark->before);
+  enqueue(stream, Task::Mark, [mark] {
+    mark->wait();
+    if (clock::on()) clock::wait_until(mark->moment, mark->communicates && !clock::lane()->communicates ? clock::Span::Exposed : clock::Span::Wait);
+  });
+}
+
+Replay::Replay() { replayed = clock::on() ? clock::launch(false) : 0; }
+Replay::~Replay() { replayed = 0; }
 
 bool is_of_device(const void* address) {
   std::lock_guard<std::mutex> hold(memory_lock);
@@ -427,6 +414,7 @@ API aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) {
   return ACL_SUCCESS;
 }
 API aclError aclrtSynchronizeDevice() {
+  if (int refused = graphs::refuse_wait(nullptr, "aclrtSynchronizeDevice")) return refused;
   wait_for_all();
   return failure_code();
 }
@@ -466,15 +454,18 @@ API aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t
 API aclError aclrtDestroyStream(aclrtStream stream) { return destroy_stream(stream); }
 API aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy_stream(stream); }
 API aclError aclrtSynchronizeStream(aclrtStream stream) {
+  if (int refused = graphs::refuse_wait(stream_of(stream), "aclrtSynchronizeStream")) return refused;
   see(stream_of(stream));
   return failure_code();
 }
 API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t limit) {
+  if (int refused = graphs::refuse_wait(stream_of(stream), "aclrtSynchronizeStreamWithTimeout")) return refused;
   if (!see(stream_of(stream), limit)) return ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
   return failure_code();
 }
 API aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
   Stream* queue = stream_of(stream);
+  if (int refused = graphs::refuse_wait(queue, "aclrtStreamQuery")) return refused;
   races::Clock before = races::on() ? races::recorded(queue->id) : races::Clock();
   bool idle = queue->idle() && (!clock::on() || queue->lane.now <= clock::host());
   if (idle && races::on()) races::host_queried(before);
@@ -565,56 +556,54 @@ API aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 API aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-  auto record = std::make_shared<Record>();
-  if (races::on()) record->before = races::recorded(stream_of(stream)->id);
-  {
-    auto* own = static_cast<Event*>(event);
-    std::lock_guard<std::mutex> hold(own->lock);
-    own->record = record;
-  }
-  enqueue(stream, Task::Mark, [record] { record->set(); });
+  MarkOf mark = put_mark(stream);
+  auto* own = static_cast<Event*>(event);
+  std::lock_guard<std::mutex> hold(own->lock);
+  own->record = mark;
   return ACL_SUCCESS;
 }
 API aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }
+static int refuse_query(aclrtEvent event) { return graphs::refuse_wait(static_cast<Event*>(event)->now(), "a query"); }
 // The waits of streams so far, and the number of the one that is to be left out: a planted fault.
 static std::atomic<long> stream_waits{0}, planted{-1};
 API aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
   auto record = static_cast<Event*>(event)->now();
   if (!record || stream_waits++ == planted) return ACL_SUCCESS;
-  if (races::on()) races::waits(stream_of(stream)->id, record->before);
-  enqueue(stream, Task::Mark, [record] {
-    record->wait();
-    if (clock::on()) clock::wait_until(record->moment, record->communicates && !clock::lane()->communicates ? clock::Span::Exposed : clock::Span::Wait);
-  });
-  return ACL_SUCCESS;
+  int error;
+  if (!graphs::keep_wait(stream, record, &error)) put_wait(stream, record);
+  return error;
 }
 API aclError aclrtStreamWaitEventWithTimeout(aclrtStream stream, aclrtEvent event, int32_t) {
   return aclrtStreamWaitEvent(stream, event);
 }
-API aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  if (auto record = static_cast<Event*>(event)->now()) see(record);
-  return failure_code();
-}
+API aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t limit);
+API aclError aclrtSynchronizeEvent(aclrtEvent event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
 API aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t limit) {
-  auto record = static_cast<Event*>(event)->now();
-  if (record && !see(record, limit)) return ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
+  auto mark = static_cast<Event*>(event)->now();
+  if (int refused = graphs::refuse_wait(mark, "aclrtSynchronizeEvent")) return refused;
+  if (mark && !see(mark, limit)) return ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
   return failure_code();
 }
 API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  if (int refused = refuse_query(event)) return refused;
   *status = happened(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return failure_code();
 }
 API aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus* status) {
+  if (int refused = refuse_query(event)) return refused;
   *status = happened(event) ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
   return failure_code();
 }
 API aclError aclrtQueryEvent(aclrtEvent event, aclrtEventStatus* status) {
+  if (int refused = refuse_query(event)) return refused;
   *status = happened(event) ? ACL_EVENT_STATUS_COMPLETE : ACL_EVENT_STATUS_NOT_READY;
   return failure_code();
 }
 API aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent from, aclrtEvent to) {
   auto first = static_cast<Event*>(from)->now(), last = static_cast<Event*>(to)->now();
   if (!first || !last) return ACL_ERROR_INVALID_PARAM;
+  for (auto& mark : {first, last})
+    if (int refused = graphs::refuse_wait(mark, "aclrtEventElapsedTime")) return refused;
   see(first);
   see(last);
   *milliseconds = static_cast<float>((last->at - first->at) * 1e3);

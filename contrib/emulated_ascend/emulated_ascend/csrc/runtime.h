@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace emulated {
@@ -14,6 +15,21 @@ enum class Task { Work, Mark };
 void enqueue(void* stream, Task kind, std::function<void()> run, const std::string& name = "");
 // Wait until a stream has run what it holds now.
 void drain(void* stream);
+// The stream itself, where nullptr stands for the default one.
+void* the_stream(void* stream);
+
+// A record of an event: who waits for it has the mark, so that a later record of the event changes nothing for it.
+struct Mark;
+using MarkOf = std::shared_ptr<Mark>;
+// Queue a new mark on a stream; a stream's wait for one.
+MarkOf put_mark(void* stream);
+void put_wait(void* stream, const MarkOf& mark);
+
+// While a graph is replayed the host launches once, and its tasks wait for nothing more of the host's.
+struct Replay {
+  Replay();
+  ~Replay();
+};
 
 // The device fails: what is queued is left out, and every synchronise returns `code`. The first failure stays.
 void fail(int code, const std::string& text);
