@@ -18,20 +18,47 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.ops.record import RECORDING
-from ascend_parallel.ops.shm_extension import REBUILD, extension
+from ascend_parallel.ops.shm_extension import REBUILD, extension, watched
 
 ChunkLoop = Any
 """An object of the extension's class: the chunks of one call."""
 
 # Of the calls between this package and the class; csrc/module.cpp has the same number.
-INTERFACE = 1
+INTERFACE = 2
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# The functions of torch that Python's loop calls, by their namespaces.
+_CALLED = (
+    *((vars(dist), name) for name in ("all_reduce", "isend", "irecv", "all_to_all")),
+    *((vars(torch), name) for name in ("mm", "bmm", "add", "split_with_sizes", "empty_like")),
+)
+
+
+class OwnFunctions:
+    """Tells whether those functions are torch's own; looks at each anew once one is another object."""
+
+    def __init__(self) -> None:
+        """Look at the first question."""
+        self._watched: Any = None
+
+    def in_place(self) -> bool:
+        """Tell it of the present functions."""
+        if self._watched is not None and self._watched.same():
+            return True
+        if replaced := bool(_replaced(_functions())):
+            self._watched = None
+        else:
+            self._watched = watched([(space, name, space[name]) for space, name in _CALLED])
+        return not replaced
+
+
+OWN = OwnFunctions()
 
 
 def _functions() -> tuple[Any, ...]:
     """Return the functions of torch that Python's loop calls."""
-    sends = dist.all_reduce, dist.isend, dist.irecv, dist.all_to_all
-    return (*sends, torch.mm, torch.bmm, torch.add, torch.split_with_sizes, torch.empty_like)
+    return tuple(space[name] for space, name in _CALLED)
 
 
 @lru_cache(maxsize=1)
@@ -70,12 +97,17 @@ LOOP: type[Any] | str = _loaded()
 """The extension's class, or the reason why Python's loop runs every call. A test that compares the two sets it."""
 
 
+def is_plain(x: object) -> bool:
+    """Tell whether a tensor is torch's own, of numbers that a loop in C++ multiplies."""
+    return type(x) in _PLAIN and not x.is_complex()  # type: ignore[attr-defined]
+
+
 def chunk_loop(group: dist.ProcessGroup, x_m: torch.Tensor, w: object = None) -> Any:
     """Return a loop in C++ for a call of these operands, w [K, N] or None, on `group`; None: Python's loop runs it."""
     if isinstance(LOOP, str) or RECORDING.recorder is not None or type(group) is not dist.ProcessGroup:
         return None
     if type(x_m) not in _PLAIN or x_m.is_complex() or (w is not None and type(w) not in _PLAIN):
         return None
-    if torch._C._len_torch_function_stack() or c10d._world.pg_coalesce_state or _replaced(_functions()):
+    if torch._C._len_torch_function_stack() or c10d._world.pg_coalesce_state or not OWN.in_place():
         return None
     return LOOP(group)

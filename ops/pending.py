@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,17 +150,27 @@ class Pending:
 
         If a step or a start fails, wait for the collectives that have started.
         """
-        self._loop, self._limit = loop, wait_limit(self.group, self.tensor.device, backend)
+        self.hold(loop, wait_limit(self.group, self.tensor.device, backend))
         try:
-            try:
-                return run(*args)
-            except RuntimeError as error:
-                if loop.starting < 0:
-                    raise
-                raise self._failure(loop.starting, error) from error
-        except BaseException:
-            self.drain()
+            return run(*args)
+        except BaseException as error:
+            self.fail(error)
             raise
+
+    def hold(self, loop: Any, limit: timedelta | None) -> None:
+        """Have a loop in C++, whose waits end after `limit`, wait for what it has started."""
+        self._loop, self._limit = loop, limit
+
+    def fail(self, error: BaseException) -> None:
+        """Raise the error of the loop's collective that failed, if one did; wait for those that have started."""
+        loop = self._loop
+        try:
+            if isinstance(error, RuntimeError) and loop.starting >= 0:
+                raise self._failure(loop.starting, error) from error
+            if isinstance(error, RuntimeError) and loop.waiting >= 0:
+                self._raise_failure(loop.waiting, loop.failed, error)
+        finally:
+            self.drain()
 
     def expect(self, post: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``post(*args, **kwargs)``, which posts the receives of collectives to launch."""
@@ -314,6 +324,29 @@ class Pending:
 
     def _failure(self, index: int, error: RuntimeError) -> CollectiveError:
         return _failure(f"{self._operator}, collective {index + 1} of {self._count},", self.group, error)
+
+
+def run_in_loops(
+    loops: Mapping[str, Any], group: dist.ProcessGroup, limit: timedelta | None, run: Callable[..., T], *args: Any
+) -> T:
+    """Return ``run(*args, limit)``, which starts the collectives of loops in C++, waits for them, and finishes.
+
+    loops: by the names of what they run. Errors are those of a `Pending`; what has started is waited for.
+    """
+    try:
+        return run(*args, limit)
+    except BaseException as error:
+        unread = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        held = [Pending(unread, operator, group, len(loop)) for operator, loop in loops.items()]
+        for pending, loop in zip(held, loops.values(), strict=True):
+            pending.hold(loop, limit)
+        try:
+            for pending in held:
+                pending.fail(error)
+        finally:
+            for pending in held:
+                pending.drain()
+        raise
 
 
 class NamedWork:

@@ -1,9 +1,14 @@
 """Loads the C++ extension of the shared-memory kernel, if the one for this torch was built."""
 
+from __future__ import annotations
+
+import gc
 import importlib
 import importlib.util
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import torch
 
@@ -30,3 +35,18 @@ def extension() -> ModuleType | str:
         return importlib.import_module(f"ascend_parallel.ops.{wanted}")
     except ImportError as error:
         return f"the C++ extension cannot be loaded: {REBUILD} ({first_line(error)})"
+
+
+def watched(seen: Iterable[tuple[Mapping[str, Any], str, object]]) -> Any:
+    """Return what tells in one call, ``same()``, whether names in namespaces still have these objects; else None.
+
+    None without the extension. A name that a namespace lacks is None.
+    """
+    kind = getattr(extension(), "Watched", None)
+    # A class shows its names through a proxy, whose reads are slow.
+    return kind and kind([(_dictionary(space), name, found) for space, name, found in seen])
+
+
+def _dictionary(space: Mapping[str, Any]) -> Mapping[str, Any]:
+    held = gc.get_referents(space) if isinstance(space, MappingProxyType) else []
+    return held[0] if len(held) == 1 and isinstance(held[0], dict) else space

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from ascend_parallel.ops.shm_extension import watched
+
 Function = Callable[..., Any]
 T = TypeVar("T")
 
@@ -317,21 +319,26 @@ class PatchSet:
 class WatchedNames(Generic[T]):
     """What an inspection of names in modules and classes says, inspected anew once one of their objects has changed.
 
-    Every call of a layer looks at the names, of which there are dozens: one loop compares the objects by identity.
+    Every call of a layer looks at the names, of which there are dozens: one loop, in C++ where the extension is built,
+    compares the objects by identity.
     """
 
     def __init__(self, names: Iterable[tuple[Mapping[str, Any], str]], inspect: Callable[[], T]) -> None:
         """Watch each name in its namespace, which may lack it; ``inspect()`` judges the present objects."""
         self._seen: tuple[tuple[Mapping[str, Any], str, object], ...] = tuple((*name, self) for name in names)
         self._inspect = inspect
+        self._watched: Any = None
         self.latest: T
         """What the last `look` returned."""
 
     def look(self) -> T:
         """Return the inspection's result for the present objects."""
+        if self._watched is not None and self._watched.same():
+            return self.latest
         for namespace, name, seen in self._seen:
             if namespace.get(name) is not seen:
                 self._seen = tuple((namespace, name, namespace.get(name)) for namespace, name, _ in self._seen)
+                self._watched = watched(self._seen)
                 self.latest = self._inspect()
                 break
         return self.latest

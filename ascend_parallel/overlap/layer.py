@@ -154,6 +154,11 @@ class ParallelLinear:
         may_come_later = bool(self.leaves_rows) and in_backward() and may_be_filled_later()
         return may_come_later and self.weight_gradient.may_come_later
 
+    @property
+    def multiplies_gradient(self) -> bool:
+        """Whether the weight gradient is one product of torch's, which nobody postpones."""
+        return not self.leaves_rows and not self.arithmetic.forms_every_product and self.weight_gradient.is_product
+
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""
         if self.before_communicating is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.loop_operators import run_all_gather, run_all_reduce, run_column_gradients, run_reduce_scatter
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.operators import (
     decided,
@@ -256,8 +257,12 @@ class ColumnLinear(torch.autograd.Function):
             decision = decided(
                 ALL_REDUCE, dy, weight, group, layer.settings, known, layout=ROW_MAJOR, parts=layer.parts
             )
-            pending = start_matmul_all_reduce(dy, weight, group, decision)
-            dx, dw = gradients_under(layer, pending, dy, kept)
+            direct = kept is not None and layer.multiplies_gradient
+            if direct and (found := run_column_gradients(dy, weight, kept, group, decision)) is not None:
+                dx, dw = found
+            else:
+                pending = start_matmul_all_reduce(dy, weight, group, decision)
+                dx, dw = gradients_under(layer, pending, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
         dx = None if dx is None else dx.view(ctx.x_shape)
@@ -339,8 +344,11 @@ def column_forward(
         layer.about_to_communicate()
         given, group = layer.input_of(x), layer.group
         decision = decided(ALL_GATHER, given, w, group, layer.settings, layer.known, layout=layout, parts=layer.parts)
-        y_m, gathered_m = run_all_gather_matmul(given, w, group, decision, keep)
-        y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), w.shape[1]))
+        if (found := run_all_gather(given, w, group, decision, keep)) is not None:
+            y, gathered_m = found
+        else:
+            y_m, gathered_m = run_all_gather_matmul(given, w, group, decision, keep)
+            y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), w.shape[1]))
     else:
         assert isinstance(w, torch.Tensor), "an int8 weight needs sequence parallelism here"
         check_operands("column_linear", x, w)
@@ -369,11 +377,14 @@ def row_forward(
     w, layout = (weight.t(), TRANSPOSED) if isinstance(weight, torch.Tensor) else _right(weight)
     given = x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
+    whole = product is None and not layer.leaves_rows and layer.comm_scales is None
     if not layer.sequence_parallel:
         scales = layer.comm_scales
         decision = decided(
             ALL_REDUCE, given, w, group, settings, known, layout=layout, comm_scales=scales, parts=layer.parts
         )
+        if whole and (y := run_all_reduce(given, w, group, decision)) is not None:
+            return y if bias is None else y + bias
         inside = bias if bias is not None and operator_adds(bias, decision, group) else None
         pending = start_matmul_all_reduce(given, w, group, decision, comm_scales=scales, product=product, bias=inside)
         y = shaped(layer.result(pending) if layer.leaves_rows else pending.wait(), (*x.shape[:-1], features))
@@ -381,6 +392,8 @@ def row_forward(
     if isinstance(w, QuantisedWeight) and isinstance(given, torch.Tensor):
         w = compute(BESIDE, "dequantise", w.dequantise, x.dtype)
     decision = decided(REDUCE_SCATTER, given, w, group, settings, known, layout=layout, parts=layer.parts)
+    if whole and (y := run_reduce_scatter(given, w, group, decision)) is not None:
+        return y if bias is None else y + bias
     inside = bias if bias is not None and operator_adds(bias, decision, group) else None
     pending = start_matmul_reduce_scatter(given, w, group, decision, product=product, bias=inside)
     y = shaped(

@@ -7,7 +7,9 @@ from contextlib import ExitStack
 
 import torch
 
+from ascend_parallel.ops import chunk_loop
 from ascend_parallel.ops.call import ALL_GATHER, REDUCE_SCATTER
+from ascend_parallel.ops.loop_operators import run_all_gather, run_column_sequence_gradients
 from ascend_parallel.ops.operators import (
     decided,
     gather_sizes,
@@ -37,6 +39,10 @@ def column_sequence_backward(
 
     The reduce-scatter runs under the weight gradient's matmul.
     """
+    if kept is not None and weight is not None and layer.multiplies_gradient:
+        found = _in_loops(dy, kept, weight, layer, layout)
+        if found is not None:
+            return found
     with ExitStack() as running:
         pending_dx, gathered = start_column_backward(running, dy, kept, weight, layer, layout)
         if pending_dx is None:
@@ -44,6 +50,20 @@ def column_sequence_backward(
         gradients = gradients_under(layer, pending_dx, dy, kept, gathered)
         running.pop_all()  # rows that are left are waited for where they are read
     return gradients
+
+
+def _in_loops(
+    dy: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, layout: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return both gradients by loops in C++, the gather first; None: no loops run it."""
+    group, settings = layer.group, layer.settings
+    if isinstance(chunk_loop.LOOP, str) or not settings.recompute_all_gather or settings.order == "compute_first":
+        return None
+    gather_rows = gather_sizes(kept, dy.shape[-1], group, settings, layer.known)
+    if len(gather_rows) == 1:
+        return None
+    decision = decided(REDUCE_SCATTER, dy, weight, group, settings, layer.known, layout=layout, parts=layer.parts)
+    return run_column_sequence_gradients(dy, weight, kept, group, decision, gather_rows)
 
 
 def start_column_backward(
@@ -118,7 +138,8 @@ def row_sequence_backward(
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
         decision = decided(ALL_GATHER, dy, weight, group, settings, layer.known, layout=layout, parts=layer.parts)
-        dx, dy_m = run_all_gather_matmul(dy, weight, group, decision, x is not None)
+        whole = run_all_gather(dy, weight, group, decision, x is not None)
+        dx, dy_m = run_all_gather_matmul(dy, weight, group, decision, x is not None) if whole is None else whole
         return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()
 

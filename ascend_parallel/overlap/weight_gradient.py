@@ -70,6 +70,11 @@ class WeightGradient:
         return None
 
     @property
+    def is_product(self) -> bool:
+        """Whether `compute` is this class's: a product, returned to autograd. Derived classes may say so of theirs."""
+        return type(self) is WeightGradient
+
+    @property
     def may_come_later(self) -> bool:
         """Whether `compute` changes nothing but its result, which autograd may then get unfinished."""
         return True

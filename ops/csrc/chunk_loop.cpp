@@ -1,8 +1,10 @@
 #include "chunk_loop.h"
 
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
 #include <torch/version.h>
 
 #include <utility>
@@ -58,6 +60,26 @@ Tensors of_peers(const at::Tensor& rows, int64_t rank) {
   Tensors found = rows.unbind();
   found.erase(found.begin() + rank);
   return found;
+}
+
+// `rows_of` of ops/operators.py.
+at::Tensor rows_of(const at::Tensor& x) {
+  if (x.dim() == 2) return x;
+  return x.dim() > 2 ? x.flatten(0, -2) : x.unsqueeze(0);
+}
+
+// `shaped` of ops/operators.py: rows [*, N] in the shape of x [..., K] with another first dimension, not as a view.
+at::Tensor shaped(const at::Tensor& y_m, const at::Tensor& x, int64_t first) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  if (shape.size() > 1) shape[0] = first;
+  shape.back() = y_m.size(1);
+  return at::_unsafe_view(y_m, shape);
+}
+
+// `weight_gradient_of` of overlap/sequence_backward.py, of torch's arithmetic: dy^T x [N, K] of x [..., K], dy [..., N].
+at::Tensor weight_gradient(const at::Tensor& x, const at::Tensor& dy) {
+  const at::Tensor x_m = rows_of(x.contiguous()), dy_m = rows_of(dy.contiguous());
+  return at::mm(dy_m.t(), x_m);
 }
 
 ChunkLoop::Sizes times(const ChunkLoop::Sizes& sizes, int64_t factor) {
@@ -243,7 +265,73 @@ at::Tensor ChunkLoop::all_gather(
   return keep_gathered ? gathered : at::Tensor();
 }
 
-void ChunkLoop::wait(size_t first, size_t stop, std::optional<std::chrono::milliseconds> limit) {
+at::Tensor ChunkLoop::start_all_reduce(
+    const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile) {
+  const at::Tensor x_m = rows_of(x);
+  at::Tensor y_m = x_m.new_empty({x_m.size(0), w.size(1)});
+  all_reduce(x_m, w, y_m, sizes, row_tile);
+  return y_m;
+}
+
+at::Tensor ChunkLoop::start_reduce_scatter(
+    const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank,
+    bool batched, int tag) {
+  const at::Tensor x_m = rows_of(x);
+  const at::Tensor partial = x_m.new_empty({x_m.size(0), w.size(1)});
+  at::Tensor y_m = x_m.new_empty({x_m.size(0) / ranks_, w.size(1)});
+  reduce_scatter(x_m, w, partial, y_m, sizes, row_tile, own_scatter, by_rank, batched, tag);
+  return y_m;
+}
+
+at::Tensor ChunkLoop::run_all_reduce(
+    const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, Limit limit) {
+  const at::Tensor y_m = start_all_reduce(x, w, sizes, row_tile);
+  wait(0, chunks_.size(), limit);
+  return shaped(y_m, x, x.size(0));
+}
+
+at::Tensor ChunkLoop::run_reduce_scatter(
+    const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank,
+    bool batched, int tag, Limit limit) {
+  const at::Tensor y_m = start_reduce_scatter(x, w, sizes, row_tile, own_scatter, by_rank, batched, tag);
+  wait(0, chunks_.size(), limit);
+  return shaped(y_m, x, x.size(0) / ranks_);
+}
+
+std::pair<at::Tensor, at::Tensor> ChunkLoop::run_all_gather(
+    const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, Way way, int tag, bool keep_gathered,
+    int64_t row_tile, bool batched, Limit limit) {
+  const at::Tensor x_m = rows_of(x).contiguous();
+  const at::Tensor y_r_m = x_m.new_empty({ranks_, x_m.size(0), w.size(1)});
+  at::Tensor gathered = all_gather(x_m, sizes, way, tag, keep_gathered, w, y_r_m, row_tile, batched);
+  wait(0, chunks_.size(), limit);
+  if (gathered.defined()) gathered = gathered.flatten(0, 1);
+  return {shaped(y_r_m.flatten(0, 1), x, x.size(0) * ranks_), gathered};
+}
+
+std::pair<at::Tensor, at::Tensor> ChunkLoop::run_column_gradients(
+    const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, const Sizes& sizes, int64_t row_tile,
+    Limit limit) {
+  const at::Tensor dx_m = start_all_reduce(dy, w, sizes, row_tile);
+  const at::Tensor dw = weight_gradient(x, dy);
+  wait(0, chunks_.size(), limit);
+  return {dx_m, dw};
+}
+
+std::pair<at::Tensor, at::Tensor> ChunkLoop::run_column_sequence_gradients(
+    ChunkLoop& gather, const Sizes& gather_sizes, Way way, int gather_tag, const at::Tensor& dy, const at::Tensor& w,
+    const at::Tensor& x, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag,
+    Limit limit) {
+  const at::Tensor x_r_m =
+      gather.all_gather(rows_of(x), gather_sizes, way, gather_tag, true, std::nullopt, std::nullopt, 0, false);
+  const at::Tensor dx_m = start_reduce_scatter(dy, w, sizes, row_tile, own_scatter, by_rank, batched, tag);
+  gather.wait(0, gather.size(), limit);
+  const at::Tensor dw = weight_gradient(x_r_m.flatten(0, 1), dy);
+  wait(0, chunks_.size(), limit);
+  return {dx_m, dw};
+}
+
+void ChunkLoop::wait(size_t first, size_t stop, Limit limit) {
   for (size_t index = first; index < stop; ++index) {
     Chunk& chunk = chunks_.at(index);
     if (chunk.done) continue;
@@ -259,7 +347,7 @@ void ChunkLoop::wait(size_t first, size_t stop, std::optional<std::chrono::milli
   }
 }
 
-void ChunkLoop::drain(std::optional<std::chrono::milliseconds> limit) {
+void ChunkLoop::drain(Limit limit) {
   for (Chunk& chunk : chunks_) {
     for (; chunk.waited < chunk.works.size(); ++chunk.waited) {
       try {

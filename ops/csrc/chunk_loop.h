@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace ascend_parallel {
@@ -22,6 +23,7 @@ class ChunkLoop {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Sizes = std::vector<int64_t>;
+  using Limit = std::optional<std::chrono::milliseconds>;
 
   // How the rows of a chunk reach their places, as in process_groups/backend.py.
   enum class Way { kSends, kAllToAll, kChunkMajor };
@@ -45,12 +47,33 @@ class ChunkLoop {
                         const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& y, int64_t row_tile,
                         bool batched);
 
+  // The operators whole, of x [..., K] as a layer has it: started, waited for, and in the result's shape, which is no
+  // view. The rows of a rank are the first dimension's.
+  at::Tensor run_all_reduce(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, Limit limit);
+  at::Tensor run_reduce_scatter(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile,
+                                bool own_scatter, bool by_rank, bool batched, int tag, Limit limit);
+  // Returns gathered [M, K] too, undefined if nobody keeps it.
+  std::pair<at::Tensor, at::Tensor> run_all_gather(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, Way way,
+                                                   int tag, bool keep, int64_t row_tile, bool batched, Limit limit);
+
+  // The gradients of a column layer with input x [..., K] and weight w [N, K]: all_reduce(dy w) as rows [M, K], and
+  // dy^T x [N, K], which is multiplied under the all-reduce.
+  std::pair<at::Tensor, at::Tensor> run_column_gradients(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x,
+                                                         const Sizes& sizes, int64_t row_tile, Limit limit);
+
+  // The same with sequence parallelism: `gather` gathers the rows x [M / R, K], under which dy w is multiplied and its
+  // reduce-scatter started; the result is [M / R, K].
+  std::pair<at::Tensor, at::Tensor> run_column_sequence_gradients(
+      ChunkLoop& gather, const Sizes& gather_sizes, Way way, int gather_tag, const at::Tensor& dy, const at::Tensor& w,
+      const at::Tensor& x, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag,
+      Limit limit);
+
   // Waits for the chunks from `first` to before `stop`, and runs what is behind each; chunks that are done are passed
   // by. No limit: the backend's own.
-  void wait(size_t first, size_t stop, std::optional<std::chrono::milliseconds> limit);
+  void wait(size_t first, size_t stop, Limit limit);
 
   // Waits for all collectives that have started, whatever they raise; runs nothing behind them.
-  void drain(std::optional<std::chrono::milliseconds> limit);
+  void drain(Limit limit);
 
   // Whether a chunk's wait has run, or would return at once; sends tell it by their wait alone.
   bool is_completed(size_t index) const;
@@ -72,6 +95,11 @@ class ChunkLoop {
     bool done = false;
     std::vector<Step> steps;  // behind the wait
   };
+
+  // Starts the first two operators; y as rows [M, N], [M / R, N].
+  at::Tensor start_all_reduce(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile);
+  at::Tensor start_reduce_scatter(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile,
+                                  bool own_scatter, bool by_rank, bool batched, int tag);
 
   // Starts the collective of a chunk.
   void start(size_t index, const std::function<Work()>& call);

@@ -93,16 +93,59 @@ size_t all_gather_matmul(
   return needed;
 }
 
-// `ChunkLoop::all_gather`, with the words of process_groups/backend.py; None for rows that nobody keeps.
+// A way by the words of process_groups/backend.py.
+ap::ChunkLoop::Way way_of(const std::string& words) {
+  using Way = ap::ChunkLoop::Way;
+  TORCH_CHECK(words == "sends" || words == "all_to_all" || words == "chunk-major", "a gather by ", words);
+  return words == "sends" ? Way::kSends : words == "all_to_all" ? Way::kAllToAll : Way::kChunkMajor;
+}
+
+// None for rows that nobody keeps.
+std::optional<at::Tensor> kept(const at::Tensor& gathered) {
+  return gathered.defined() ? std::optional<at::Tensor>(gathered) : std::nullopt;
+}
+
 std::optional<at::Tensor> gather(
     ap::ChunkLoop& self, const at::Tensor& x, const std::vector<int64_t>& sizes, const std::string& words, int tag,
     bool keep, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& y, int64_t row_tile, bool batched) {
-  using Way = ap::ChunkLoop::Way;
-  TORCH_CHECK(words == "sends" || words == "all_to_all" || words == "chunk-major", "a gather by ", words);
-  const Way way = words == "sends" ? Way::kSends : words == "all_to_all" ? Way::kAllToAll : Way::kChunkMajor;
-  const at::Tensor gathered = self.all_gather(x, sizes, way, tag, keep, w, y, row_tile, batched);
-  return gathered.defined() ? std::optional<at::Tensor>(gathered) : std::nullopt;
+  return kept(self.all_gather(x, sizes, way_of(words), tag, keep, w, y, row_tile, batched));
 }
+
+std::pair<at::Tensor, std::optional<at::Tensor>> run_gather(
+    ap::ChunkLoop& self, const at::Tensor& x, const at::Tensor& w, const std::vector<int64_t>& sizes,
+    const std::string& words, int tag, bool keep, int64_t row_tile, bool batched, ap::ChunkLoop::Limit limit) {
+  const auto [y, gathered] = self.run_all_gather(x, w, sizes, way_of(words), tag, keep, row_tile, batched, limit);
+  return {y, kept(gathered)};
+}
+
+std::pair<at::Tensor, at::Tensor> run_column_sequence_gradients(
+    ap::ChunkLoop& self, ap::ChunkLoop& gather, const std::vector<int64_t>& gather_sizes, const std::string& words,
+    int gather_tag, const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, const std::vector<int64_t>& sizes,
+    int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag, ap::ChunkLoop::Limit limit) {
+  return self.run_column_sequence_gradients(gather, gather_sizes, way_of(words), gather_tag, dy, w, x, sizes, row_tile,
+                                            own_scatter, by_rank, batched, tag, limit);
+}
+
+// Names in namespaces and the objects that they had: `same` tells in one call whether they still have them.
+class Watched {
+ public:
+  explicit Watched(std::vector<std::tuple<py::object, py::str, py::object>> seen) : seen_(std::move(seen)) {}
+
+  bool same() const {
+    for (const auto& [space, name, object] : seen_) {
+      if (PyDict_CheckExact(space.ptr())) {
+        const PyObject* now = PyDict_GetItemWithError(space.ptr(), name.ptr());
+        if ((now == nullptr ? Py_None : now) != object.ptr()) return false;
+      } else if (!space.attr("get")(name, py::none()).is(object)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::tuple<py::object, py::str, py::object>> seen_;
+};
 
 void parallel(int64_t count, int64_t grain, const ap::Host::Body& body) { at::parallel_for(0, count, grain, body); }
 
@@ -127,7 +170,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("matmul_all_reduce", &matmul_all_reduce, free_interpreter())
       .def("matmul_reduce_scatter", &matmul_reduce_scatter, free_interpreter())
       .def("all_gather_matmul", &all_gather_matmul, free_interpreter());
-  module.attr("LOOP_INTERFACE") = 1;  // as in ops/chunk_loop.py
+  py::class_<Watched>(module, "Watched")
+      .def(py::init<std::vector<std::tuple<py::object, py::str, py::object>>>())
+      .def("same", &Watched::same);
+  module.attr("LOOP_INTERFACE") = 2;  // as in ops/chunk_loop.py
   py::class_<ap::ChunkLoop>(module, "ChunkLoop")
       .def(py::init([](c10d::ProcessGroup& group) {
         return std::make_unique<ap::ChunkLoop>(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group));
@@ -135,6 +181,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("all_reduce", &ap::ChunkLoop::all_reduce, free_interpreter())
       .def("reduce_scatter", &ap::ChunkLoop::reduce_scatter, free_interpreter())
       .def("all_gather", &gather, free_interpreter())
+      .def("run_all_reduce", &ap::ChunkLoop::run_all_reduce, free_interpreter())
+      .def("run_reduce_scatter", &ap::ChunkLoop::run_reduce_scatter, free_interpreter())
+      .def("run_all_gather", &run_gather, free_interpreter())
+      .def("run_column_gradients", &ap::ChunkLoop::run_column_gradients, free_interpreter())
+      .def("run_column_sequence_gradients", &run_column_sequence_gradients, free_interpreter())
       .def("wait", &ap::ChunkLoop::wait, free_interpreter())
       .def("drain", &ap::ChunkLoop::drain, free_interpreter())
       .def("is_completed", &ap::ChunkLoop::is_completed, free_interpreter())

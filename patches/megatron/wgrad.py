@@ -62,6 +62,11 @@ class MegatronWeightGradient(WeightGradient):
         return _dummy(self._weight, x) if self._fused else None
 
     @property
+    def is_product(self) -> bool:
+        """Whether the gradient is returned to autograd, and multiplied as `WeightGradient` does."""
+        return type(self) is MegatronWeightGradient and not self._fused
+
+    @property
     def may_come_later(self) -> bool:
         """Whether the gradient is returned to autograd, not added to main_grad."""
         return not self._fused

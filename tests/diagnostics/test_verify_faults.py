@@ -1,5 +1,7 @@
 """Checks inside a run: a fault planted on one rank is caught, and named on every rank."""
 
+import contextlib
+
 import pytest
 import torch
 from layer_verification import planted, run, verifying
@@ -9,33 +11,41 @@ import ascend_parallel
 
 def caught(group, where, sequence_parallel, kind, dtype):
     """Plant a fault on one rank after some calls; return the calls until the error, and its message."""
+    from ascend_parallel.ops.pending import Pending
     from ascend_parallel.overlap import linear, sequence_backward
 
     faulty, every = group.size() - 1, 3
 
-    def scaled(pending):
-        if group.rank() == faulty:
-            pending.wait().mul_(1.5)
-        return pending
+    def scaled(found):
+        if found is not None and group.rank() == faulty:
+            (found.wait() if isinstance(found, Pending) else found[0]).mul_(1.5)
+        return found
 
-    def wrong_row(pending):
-        if group.rank() == faulty:
-            pending.wait()[37] += 100
-        return pending
+    def wrong_row(found):
+        if found is not None and group.rank() == faulty:
+            y = found.wait() if isinstance(found, Pending) else found.flatten(0, -2)
+            y[37] += 100
+        return found
 
-    def wrong_weight_gradient(dw):
-        return dw + 100 * (group.rank() == faulty) * torch.eye(*dw.shape, dtype=dw.dtype)
+    def wrong_weight_gradient(found):
+        dw = found[1] if isinstance(found, tuple) else found
+        if dw is not None and group.rank() == faulty:
+            dw += 100 * torch.eye(*dw.shape, dtype=dw.dtype)
+        return found
 
     def missing(gradients):
         return None, gradients[1]
 
     change = {"scale": scaled, "row": wrong_row, "weight": wrong_weight_gradient, "missing": missing}[where]
     module = sequence_backward if sequence_parallel else linear
-    target = {
-        "scale": (module, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "row": (linear, "start_matmul_reduce_scatter" if sequence_parallel else "start_matmul_all_reduce"),
-        "weight": (sequence_backward, "weight_gradient_of"),
-        "missing": (linear, "_local_backward"),
+    in_loops = "run_column_sequence_gradients" if sequence_parallel else "run_column_gradients"
+    operator = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
+    # Of each what a loop in C++ runs, and what Python's runs.
+    targets = {
+        "scale": [(module, in_loops), (module, f"start_{operator}")],
+        "row": [(linear, operator.replace("matmul", "run")), (linear, f"start_{operator}")],
+        "weight": [(module, in_loops), (sequence_backward, "weight_gradient_of")],
+        "missing": [(linear, "_local_backward")],
     }[where]
     with verifying(group, verify_every=every) as layers:
         model = torch.nn.Module()
@@ -46,7 +56,9 @@ def caught(group, where, sequence_parallel, kind, dtype):
         shape = (rows, 2, 96 if kind[0] == "C" else 96 // group.size())
         for _ in range(every + 2):
             run(layer, shape, seed=group.rank(), dtype=dtype)
-        with planted(*target, change):
+        with contextlib.ExitStack() as plants:
+            for target in targets:
+                plants.enter_context(planted(*target, change))
             for calls in range(1, every + 1):
                 try:
                     run(layer, shape, seed=group.rank(), dtype=dtype)

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_parallel import Settings, column_linear, row_linear
-from ascend_parallel.ops import chunk_loop, chunked, pending
+from ascend_parallel.ops import chunk_loop, chunked, loop_operators, pending
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.decision import OF_GROUPS
+from ascend_parallel.ops.decision import OF_GROUPS, Decision
 from ascend_parallel.process_groups import backend
 
 HERE = ("gloo", "cpu")
@@ -121,22 +121,66 @@ OPERATORS = {
 }
 
 
+def in_chunks(*sizes):
+    return Decision(None, "chunked", sizes, None, ())
+
+
+# The same operators whole, in one call of the loop.
+WHOLE = {
+    "matmul_all_reduce": lambda x, w, group: loop_operators.run_all_reduce(x, w, group, in_chunks(32, 32)),
+    "matmul_reduce_scatter": lambda x, w, group: loop_operators.run_reduce_scatter(x, w, group, in_chunks(16, 16)),
+    "all_gather_matmul": lambda x, w, group: loop_operators.run_all_gather(x, w, group, in_chunks(32, 32), True),
+}
+
+
 @needs_loop
 @pytest.mark.parametrize("operator", list(OPERATORS))
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named_alike(group, operator):
+    named_alike(group, operator, OPERATORS[operator], OPERATORS[operator])
+
+
+@needs_loop
+@pytest.mark.parametrize("operator", list(OPERATORS))
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named_alike_by_a_whole_operator(group, operator):
+    named_alike(group, operator, WHOLE[operator], OPERATORS[operator])
+
+
+@needs_loop
+@on_ranks(2)
+def test_the_collective_of_two_loops_that_failed_is_named(group):
+    """The gather is waited for first; the reduce-scatter that has started is waited for, too, before the error."""
+    dy, w, x = torch.randn(64, 8), torch.randn(8, 4), torch.randn(32, 4)
+    with group_alone() as own:
+        if group.rank() == 0:
+            with pytest.raises(pending.CollectiveError) as error:
+                loop_operators.run_column_sequence_gradients(dy, w, x, own, in_chunks(16, 16), (16, 16))
+            assert str(error.value).startswith("all_gather, collective 1 of 2, on group")
+            assert "no sign of rank 1" in str(error.value)
+
+
+@contextlib.contextmanager
+def group_alone(least=timedelta(seconds=0.5)):
+    """A group with a limit of a minute, whose waits end sooner: gloo's own end of a wait has another text."""
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=60), group_desc="alone")
+    sooner = {"wait_limit": lambda *_: least}
+    with mock.patch.multiple(pending, ROLL_CALL=0.5, **sooner), mock.patch.multiple(loop_operators, **sooner):
+        yield own
+    dist.barrier()
+    dist.destroy_process_group(own)
+
+
+def named_alike(group, operator, natively, in_python):
     x, w = torch.randn(64, 8), torch.randn(8, 8)
     texts = []
     for loop in (NATIVE, PYTHON):
-        own = dist.new_group([0, 1], timeout=timedelta(seconds=0.5), group_desc="alone")
-        if group.rank() == 0:
-            alone = pytest.raises(pending.CollectiveError)
-            with loop_of(loop) as made, mock.patch.object(pending, "ROLL_CALL", 0.5), alone as error:
-                OPERATORS[operator](x, w, own)
-            assert bool(made) == (loop == NATIVE)
-            texts.append(str(error.value))
-        dist.barrier(group)
-        dist.destroy_process_group(own)
+        with group_alone() as own:
+            if group.rank() == 0:
+                with loop_of(loop) as made, pytest.raises(pending.CollectiveError) as error:
+                    (natively if loop == NATIVE else in_python)(x, w, own)
+                assert bool(made) == (loop == NATIVE)
+                texts.append(str(error.value))
     if texts:
         assert texts[0] == texts[1]
         assert texts[0].startswith(f"{operator}, collective 1 of 2, on group")
@@ -168,9 +212,11 @@ def test_what_the_loop_does_not_cover_runs_in_python(group):
         "a replaced matmul": (x, mock.patch.object(torch, "mm", renamed(torch.mm))),
     }
     assert chunk_loop.chunk_loop(group, x, w) is not None
+    assert loop_operators.run_all_reduce(x, w, group, in_chunks(32, 32)) is not None
     for what, (given, inside) in calls.items():
         with loop_of(NATIVE) as made, inside:
             y = chunked.matmul_all_reduce(given, w.to(given.dtype), group, (32, 32)).wait()
+            assert loop_operators.run_all_reduce(given, w.to(given.dtype), group, in_chunks(32, 32)) is None, what
         assert not made, what
         assert torch.allclose(y.as_subclass(torch.Tensor).real, expected(x, w, group), atol=1e-5), what
 

@@ -1,0 +1,129 @@
+"""The operators in one call of a loop in C++: from operands as a layer has them to a result in the layer's shape.
+
+Each makes the calls of torch that operators.py and overlap/sequence_backward.py make, in the same order. Where no
+loop runs the call (chunk_loop.py), or work waits to run beside it, those two run it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.chunk_loop import ChunkLoop, chunk_loop, is_plain
+from ascend_parallel.ops.collectives import gather_tag, scatter_tag
+from ascend_parallel.ops.counts import COUNTS
+from ascend_parallel.ops.decision import Decision
+from ascend_parallel.ops.pending import IDLE_WORK, run_in_loops
+from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.process_groups import wait_limit
+from ascend_parallel.process_groups.backend import SENDS, Backend, backend_of
+
+
+def loop_for(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> ChunkLoop | None:
+    """Return the loop that runs a decided call of x [..., K] and w [K, N], or None."""
+    if decision.kernel != "chunked" or decision.aligned is not None:
+        return None
+    loop = chunk_loop(group, x, w)
+    return None if loop is None or torch.is_autocast_enabled(x.device.type) else loop
+
+
+def row_tile_of(decision: Decision) -> Any:
+    """Return the rows of a tile: all that the chunked kernel is told beside the sizes; 0: none."""
+    return decision.options[0][1] if decision.options else 0
+
+
+def run_all_reduce(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> torch.Tensor | None:
+    """Return ``all_reduce(x @ w)`` [..., N]; None: no loop runs it."""
+    if IDLE_WORK or (loop := loop_for(x, w, group, decision)) is None:
+        return None
+    sizes, limit = decision.sizes, wait_limit(group, x.device, backend_of(group, x.device))
+    y: torch.Tensor = run_in_loops(
+        {ALL_REDUCE: loop}, group, limit, loop.run_all_reduce, x, w, sizes, row_tile_of(decision)
+    )
+    _count(ALL_REDUCE, sizes)
+    return y
+
+
+def run_reduce_scatter(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> torch.Tensor | None:
+    """Return ``reduce_scatter(x @ w)`` [S / R, ..., N]: x [S, ..., K]; None: no loop runs it."""
+    if IDLE_WORK or len(x.shape) < 2 or (loop := loop_for(x, w, group, decision)) is None:
+        return None
+    sizes, backend = decision.sizes, backend_of(group, x.device)
+    limit, arguments = wait_limit(group, x.device, backend), _scattering(group, backend, row_tile_of(decision))
+    y: torch.Tensor = run_in_loops(
+        {REDUCE_SCATTER: loop}, group, limit, loop.run_reduce_scatter, x, w, sizes, *arguments
+    )
+    _count(REDUCE_SCATTER, sizes)
+    return y
+
+
+def _scattering(group: dist.ProcessGroup, backend: Backend, row_tile: int) -> tuple[int, bool, bool, bool, int]:
+    own = backend.own_scatter
+    return row_tile, own, False, backend.launches and not row_tile, 0 if own else scatter_tag(group)
+
+
+def run_all_gather(
+    x: Any, w: Any, group: dist.ProcessGroup, decision: Decision, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return ``all_gather(x) @ w`` [S R, ..., N] and, to keep, all_gather(x) [M, K]: x [S, ..., K]; None: no loop."""
+    if IDLE_WORK or len(x.shape) < 2 or (loop := loop_for(x, w, group, decision)) is None:
+        return None
+    sizes, backend, row_tile = decision.sizes, backend_of(group, x.device), row_tile_of(decision)
+    limit, way = wait_limit(group, x.device, backend), backend.gathers
+    tag = gather_tag(group) if way == SENDS else 0
+    batched = backend.launches and not row_tile and group.size() > 2
+    found: tuple[torch.Tensor, torch.Tensor | None] = run_in_loops(
+        {ALL_GATHER: loop}, group, limit, loop.run_all_gather, x, w, sizes, way, tag, keep, row_tile, batched
+    )
+    _count(ALL_GATHER, sizes)
+    return found
+
+
+def run_column_gradients(
+    dy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, decision: Decision
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return ``all_reduce(dy @ w)`` [M, K], and under it ``dy.t() @ x`` [N, K]: w [N, K]; None: no loop runs it."""
+    if IDLE_WORK or not is_plain(x) or (loop := loop_for(dy, w, group, decision)) is None:
+        return None
+    sizes, limit = decision.sizes, wait_limit(group, dy.device, backend_of(group, dy.device))
+    found: tuple[torch.Tensor, torch.Tensor] = run_in_loops(
+        {ALL_REDUCE: loop}, group, limit, loop.run_column_gradients, dy, w, x, sizes, row_tile_of(decision)
+    )
+    _count(ALL_REDUCE, sizes)
+    return found
+
+
+def run_column_sequence_gradients(
+    dy: torch.Tensor,
+    w: torch.Tensor,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    decision: Decision,
+    gather_sizes: Sizes,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return ``reduce_scatter(dy @ w)`` [M / R, K], and ``dy.t() @ all_gather(x)`` [N, K]; None: no loops run it.
+
+    The gather of x [S / R, ..., K], in chunks of `gather_sizes` rows, starts first. Where a backend runs collectives
+    concurrently the other has to wait for it, which a loop does not.
+    """
+    backend = backend_of(group, dy.device)
+    if IDLE_WORK or not is_plain(x) or (backend.concurrent and backend.gathers != SENDS):
+        return None
+    if (loop := loop_for(dy, w, group, decision)) is None or (gather := chunk_loop(group, x)) is None:
+        return None
+    way, sizes = backend.gathers, decision.sizes
+    gathering = gather, gather_sizes, way, gather_tag(group) if way == SENDS else 0
+    scattering = sizes, *_scattering(group, backend, row_tile_of(decision))
+    limit, loops = wait_limit(group, dy.device, backend), {"all_gather": gather, REDUCE_SCATTER: loop}
+    found: tuple[torch.Tensor, torch.Tensor] = run_in_loops(
+        loops, group, limit, loop.run_column_sequence_gradients, *gathering, dy, w, x, *scattering
+    )
+    _count(REDUCE_SCATTER, sizes)
+    return found
+
+
+def _count(operator: str, sizes: Sizes) -> None:
+    COUNTS.add(operator, len(sizes), len(sizes))
