@@ -44,7 +44,7 @@ LAUNCHERS = [
     pytest.param(
         COMMAND.format("degrees", ["verify", "--degrees", "2,1", "stubborn.py"]),
         4,
-        SIGNALS,
+        SIGNALS[::3],
         id="degrees",
         marks=pytest.mark.slow,
     ),
@@ -83,8 +83,12 @@ def test_nothing_outlives_a_command(program, count, signals, tmp_path):
     for number, command, pids, _ in runs:
         until(lambda pids=pids: len(list(pids.iterdir())) == count, 60)
         command.send_signal(number)
-    for _, command, pids, temporary in runs:
-        command.wait(100)  # ranks that ignore signals are given time, and machines differ
+    for number, command, pids, temporary in runs:
+        try:
+            command.wait(150)  # ranks that ignore signals are given time, and machines differ
+        except subprocess.TimeoutExpired:
+            left = {pid.name: alive(pid.name) for pid in pids.iterdir()}
+            pytest.fail(f"{number.name}: the command does not end; its processes that live: {left}")
         until(lambda pids=pids: not any(alive(pid.name) for pid in pids.iterdir()), 20)
         until(lambda place=temporary: not list(place.glob("ascend_parallel-*")), 20)
 
