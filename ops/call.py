@@ -129,6 +129,27 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class ExpertMatmuls:
+    """What the experts of an exchange multiply, where a fused operator may do it: two products, one behind the other.
+
+    inner
+        The features that the first product makes, and those that the second contracts over.
+    top_k
+        The experts of each token.
+    inference
+        Whether no gradient follows.
+    soc, arguments
+        As in `Matmul`, of both operators.
+    """
+
+    inner: tuple[int, int]
+    top_k: int
+    inference: bool
+    soc: str = ""
+    arguments: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
 class Exchange:
     """An exchange around independent parts (ops/part_exchange.py): it multiplies and sums nothing, and cuts no part.
 
@@ -139,6 +160,8 @@ class Exchange:
         it.
     features
         What is sent of a token: the width of a row of experts, or the features of queries, keys and values.
+    matmuls
+        What the experts multiply; None: only their module knows.
     """
 
     operator: str
@@ -148,6 +171,7 @@ class Exchange:
     dtype: torch.dtype
     device: str
     ranks: int
+    matmuls: ExpertMatmuls | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an operator that is no exchange."""
@@ -220,9 +244,11 @@ def matmul_of(operator: str, x: Input, w: Weight | ModuleWeight, group: dist.Pro
     return with_scales(matmul, w) if isinstance(w, QuantisedWeight) else matmul
 
 
-def experts_exchange(x: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Exchange:
+def experts_exchange(
+    x: torch.Tensor, experts: int, group: dist.ProcessGroup, matmuls: ExpertMatmuls | None = None
+) -> Exchange:
     """Return the exchange of rows x [S, H] with `experts` experts on each rank of `group`."""
-    return Exchange(EXPERT_EXCHANGE, experts, None, x.shape[-1], x.dtype, x.device.type, group.size())
+    return Exchange(EXPERT_EXCHANGE, experts, None, x.shape[-1], x.dtype, x.device.type, group.size(), matmuls)
 
 
 def heads_exchange(

@@ -23,6 +23,9 @@ SENTENCES = {
     "one_rank": "one rank: nothing to communicate",
     "mode": "COC_MODE={mode}: no chunks",
     "fused": "USE_COC_FUSED_KERNEL=1",
+    "experts_not_fused": "USE_COC_FUSED_KERNEL=1, but {refused}: the framework's own experts run",
+    "experts_few_bytes": "a rank sends or gets fewer than {least} bytes or more than {most} rows: the framework's own "
+    "experts run",
     "not_fused": "USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead",
     "sizes_of_shape": "customized_coc: {sizes} rows for {shape}",
     "count_of_shape": "customized_coc: {chunks} chunks for {shape}",

@@ -4,6 +4,8 @@
     matmul_reduce_scatter  npu_mm_reduce_scatter_base
     all_gather_matmul      npu_all_gather_base_mm
 
+and the exchange around experts, in inference: npu_alltoallv_gmm and npu_gmm_alltoallv.
+
 Call an operator only if `supports` returns None: torch_npu checks few limits. The fused kernels cut rows on
 the device, so `sizes` is unused. Results are `Pending` without works: later kernels on the same stream see them
 finished.
@@ -16,6 +18,7 @@ None of this was run on an NPU.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,10 +27,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Matmul
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.npu_limits import FUSED_OPERATORS, K_RANGE, engine, supports, takes_bias
+from ascend_parallel.ops.npu_limits import EXPERT_OPERATORS, FUSED_OPERATORS, K_RANGE, engine, supports, takes_bias
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
@@ -36,14 +39,20 @@ from ascend_parallel.ops.rows import Sizes
 __all__ = [
     "adds_bias",
     "all_gather_matmul",
+    "all_to_all_expert_matmul",
     "arguments",
     "ask",
+    "ask_experts",
+    "expert_matmul_all_to_all",
     "hccl_name",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "soc_name",
     "supports",
 ]
+
+Counts = Sequence[Sequence[int]]
+"""Rows by rank and expert, as of ops/expert_exchange.py."""
 
 # HCCL names by group. They live as long as the group, because the operators keep a pointer to the characters.
 _HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -192,9 +201,61 @@ def soc_name() -> str:
 @lru_cache(maxsize=len(FUSED_OPERATORS))
 def arguments(operator: str) -> frozenset[str]:
     """Return the names of the arguments of the installed fused operator; none if torch_npu has no such operator."""
+    return _arguments_of(FUSED_OPERATORS[operator])
+
+
+def _arguments_of(name: str) -> frozenset[str]:
     _torch_npu()
-    packet = getattr(torch.ops.npu, FUSED_OPERATORS[operator], None)
+    packet = getattr(torch.ops.npu, name, None)
     return frozenset() if packet is None else frozenset(argument.name for argument in packet.default._schema.arguments)
+
+
+def ask_experts(exchange: Exchange) -> Exchange:
+    """Return an exchange with `matmuls` as `ask` returns a matmul: with the arguments that both operators have."""
+    assert exchange.matmuls is not None
+    named = frozenset.intersection(*map(_arguments_of, EXPERT_OPERATORS))
+    return replace(exchange, matmuls=replace(exchange.matmuls, soc=soc_name(), arguments=named))
+
+
+def all_to_all_expert_matmul(
+    x: torch.Tensor, w: torch.Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup, *, transposed: bool
+) -> torch.Tensor:
+    """Return the product of each of this rank's experts, [expert][source], with the rows that ranks send it.
+
+    x [S, H], sorted by the rank and the number of their expert; w [E, H, N], or with `transposed` [E, N, H]. The counts
+    are those of `RowCounts`.
+    """
+    y, _, _ = _torch_npu().npu_alltoallv_gmm(
+        x.contiguous(),
+        w.contiguous(),
+        hccl_name(group),
+        group.size(),
+        [count for of_rank in sent for count in of_rank],
+        [count for of_rank in received for count in of_rank],
+        trans_gmm_weight=transposed,
+    )
+    result: torch.Tensor = y
+    return result
+
+
+def expert_matmul_all_to_all(
+    x: torch.Tensor, w: torch.Tensor, sent: Counts, received: Counts, group: dist.ProcessGroup, *, transposed: bool
+) -> torch.Tensor:
+    """Return the products with this rank's experts at the places of the rows that `all_to_all_expert_matmul` sent.
+
+    x [A, K], in the order [expert][source]; w [E, K, H], or with `transposed` [E, H, K]; returns [S, H].
+    """
+    y, _ = _torch_npu().npu_gmm_alltoallv(
+        x.contiguous(),
+        w.contiguous(),
+        hccl_name(group),
+        group.size(),
+        [count for of_rank in received for count in of_rank],
+        [count for of_rank in sent for count in of_rank],
+        trans_gmm_weight=transposed,
+    )
+    result: torch.Tensor = y
+    return result
 
 
 def ask(matmul: Matmul) -> Matmul:

@@ -9,16 +9,21 @@ from collections.abc import Iterator
 
 import torch
 
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Matmul
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Matmul
 from ascend_parallel.ops.soc import (
     AIV_BUFFER,
     AIV_RANKS,
     COMM_MODES,
+    EXPERT_RANKS,
+    EXPERT_TOP_K,
     GENERATIONS,
     INT8_ENGINE,
     INT8_GENERATIONS,
+    LARGEST_EXPERT_SIDE,
     LARGEST_GATHER_950,
     LARGEST_SCATTER_950,
+    MOST_EXPERTS,
+    MOST_EXPERTS_OF_ALL,
     RANKS,
 )
 
@@ -28,6 +33,9 @@ FUSED_OPERATORS = {
     REDUCE_SCATTER: "npu_mm_reduce_scatter_base",
     ALL_GATHER: "npu_all_gather_base_mm",
 }
+
+# Of the exchange around experts: rows to their experts and the first product, the second product and the way back.
+EXPERT_OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -56,6 +64,37 @@ def supports(matmul: Matmul) -> str | None:
     backward contracts over another dimension and has its own check.
     """
     return next(_refusals(matmul), None)
+
+
+def supports_experts(exchange: Exchange) -> str | None:
+    """Return why the fused operators cannot run an exchange with its experts' products, or None; as `supports`."""
+    return next(_expert_refusals(exchange), None)
+
+
+def _expert_refusals(exchange: Exchange) -> Iterator[str]:
+    matmuls, experts, ranks = exchange.matmuls, exchange.parts, exchange.ranks
+    if matmuls is None or exchange.device != "npu":
+        yield f"it runs no {exchange.worker}"
+        return
+    if not matmuls.inference:
+        yield "its operators for experts are documented for inference alone"
+    if exchange.dtype not in DTYPES:
+        yield f"experts take {' or '.join(map(str, DTYPES))}, not {exchange.dtype}"
+    allowed = EXPERT_RANKS.get(GENERATIONS.get(matmuls.soc, ""))
+    if allowed is None:
+        yield f"no operator for experts is documented for the chip {matmuls.soc}"
+    elif ranks not in allowed:
+        yield f"experts take {', '.join(map(str, allowed))} ranks, not {ranks}"
+    if experts > MOST_EXPERTS or experts * ranks > MOST_EXPERTS_OF_ALL:
+        limit = f"up to {MOST_EXPERTS} experts on a rank and {MOST_EXPERTS_OF_ALL} in all"
+        yield f"it takes {limit}, not {experts} and {experts * ranks}"
+    for side in (exchange.features, *matmuls.inner):
+        if not 1 <= side <= LARGEST_EXPERT_SIDE:
+            yield f"experts take widths from 1 to {LARGEST_EXPERT_SIDE}, not {side}"
+    if matmuls.top_k not in EXPERT_TOP_K:
+        yield f"experts take {EXPERT_TOP_K[0]} to {EXPERT_TOP_K[-1]} experts for a token, not {matmuls.top_k}"
+    if matmuls.arguments is not None and not {"send_counts", "trans_gmm_weight"} <= matmuls.arguments:
+        yield f"the installed torch_npu has no operator {' or '.join(EXPERT_OPERATORS)}"
 
 
 def engine(matmul: Matmul) -> str | None:

@@ -79,3 +79,13 @@ INT8_ENGINE = "aiv"
 # Most bytes on 950 of the product before a reduce-scatter ([master], [cann]), and of what "ccu" gathers ([cann]).
 LARGEST_SCATTER_950 = 16 * 256 * 2**20
 LARGEST_GATHER_950 = 63 * 256 * 2**20
+
+# Ranks of an exchange whose operators multiply (inference), most experts of a rank and of all ranks, least bytes that a
+# rank sends or gets. Sources: op-plugin's pages of npu_alltoallv_gmm and npu_gmm_alltoallv at commit 517f2e7d, and
+# CANN's of aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
+EXPERT_RANKS = {"A3": (8, 16, 32, 64)}
+MOST_EXPERTS, MOST_EXPERTS_OF_ALL = 32, 256
+LEAST_EXPERT_BYTES = 2 * 2**20
+MOST_EXPERT_ROWS = 52428800
+LARGEST_EXPERT_SIDE = 65535
+EXPERT_TOP_K = range(2, 9)

@@ -19,9 +19,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ascend_parallel.ops.call import experts_exchange
+from ascend_parallel.ops.call import ExpertMatmuls, experts_exchange
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.expert_exchange import ExpertGroup, RowCounts, exchange_counts
+from ascend_parallel.ops.fused_experts import (
+    ExpertWeights,
+    counts_of_all,
+    decided_fused_experts,
+    run_fused_experts,
+    with_counts,
+)
 from ascend_parallel.ops.multiply import ALIGNMENT
 from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.overlap.experts import LocalExperts, run_experts
@@ -140,7 +147,9 @@ def call_experts(original: Function) -> Function:
         if framework is None or not isinstance(module, torch.nn.Module):
             return own(hidden_states, top_k_index, top_k_weights)
         if not torch.is_grad_enabled() and not module.training:  # how few rows there are, no rank knows of another
-            return own(hidden_states, top_k_index, top_k_weights)
+            operands = hidden_states, top_k_index, top_k_weights
+            evaluated = _evaluated(framework, module, self, *operands) if framework.settings.fused else None
+            return own(*operands) if evaluated is None else evaluated
         if (reason := _installed(self, module).uncovered(module)) is not None:
             framework.log_uncovered(module, reason)
             return own(hidden_states, top_k_index, top_k_weights)
@@ -148,6 +157,62 @@ def call_experts(original: Function) -> Function:
         return run_covered(framework, experts.covered(own))
 
     return call
+
+
+def _evaluated(
+    framework: InstalledLayers, module: Any, implementation: Any, x: Any, index: Any, weights: Any
+) -> torch.Tensor | None:
+    """Return the weighted outputs of each token's experts, [T, H], by fused operators; None: transformers' own code."""
+    if x.device.type != "npu" or _installed(implementation, module).uncovered(module) is not None:
+        return None
+    of_module = _weights_of(module)
+    if of_module is None or of_module.first.dtype != x.dtype or torch.is_autocast_enabled("npu"):
+        return None
+    group, tp_mesh, experts = framework.group_of(module), implementation.tp_mesh, implementation.num_local_experts
+    matmuls = ExpertMatmuls(of_module.inner, index.size(-1), inference=True)
+    framework.agree(group, x.device, group)
+    decision = decided_fused_experts(experts_exchange(x, experts, group, matmuls), framework.settings)
+    if decision.original:
+        return None
+    hidden, choices, own_weights = (_own_rows(each, tp_mesh) for each in (x, index, weights))
+    sorted_rows, order, to_send = _sorted_by_expert(hidden, choices, group, experts)
+    counts = counts_of_all(to_send, group)
+    if with_counts(decision, counts).original:
+        return None
+    made = run_fused_experts(sorted_rows, counts, of_module, group, decision)
+    return _all_rows(_by_token(made, order, own_weights), tp_mesh, x.size(0))
+
+
+def _weights_of(module: Any) -> ExpertWeights | None:
+    """Return the weights of experts that are two products, with what stands between them; None: they are others."""
+    has_gate = getattr(module, "has_gate", False)
+    first = "gate_up_proj" if has_gate else "up_proj"
+    parameters = {name: x for name, x in module._parameters.items() if x is not None}
+    if set(parameters) != {first, "down_proj"} or getattr(module, "has_post_expert_norm", False):
+        return None
+    up, down = (x.to_local() if isinstance(x, DTensor) else x for x in (parameters[first], parameters["down_proj"]))
+    between = module._apply_gate if has_gate else module.act_fn
+    return ExpertWeights(up, down, not module.is_transposed, between)
+
+
+def _sorted_by_expert(
+    hidden: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rows [S, H] sorted by expert, their order, and how many go to each rank and expert, [R, E]."""
+    expert_ids = index.reshape(-1)
+    order = torch.argsort(expert_ids)
+    # Not bincount, for which the host would wait for the device.
+    to_send = expert_ids.new_zeros(group.size(), experts, dtype=torch.long)
+    to_send.view(-1).scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long))
+    return hidden[order // index.size(-1)], order, to_send
+
+
+def _by_token(made: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum over each token's experts, [T, H], of outputs [S, H] that are sorted by expert."""
+    by_token = torch.empty_like(made)
+    by_token[order] = made
+    output: torch.Tensor = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
+    return output
 
 
 class RoutedExperts:
@@ -188,12 +253,8 @@ class RoutedExperts:
         if known.original or framework.decider.keeps_original(self._exchange, group):
             return known._replace(original=True)
         hidden, index, self._own_weights = (_own_rows(x, self._tp_mesh) for x in (self._x, self._index, self._weights))
-        expert_ids = index.reshape(-1)
-        self._order = torch.argsort(expert_ids)
-        self._sent = hidden[self._order // index.size(-1)]
-        # Not bincount, for which the host would wait for the device.
-        to_send = expert_ids.new_zeros(group.size(), self._implementation.num_local_experts, dtype=torch.long)
-        to_send.view(-1).scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.long))
+        experts = self._implementation.num_local_experts
+        self._sent, self._order, to_send = _sorted_by_expert(hidden, index, group, experts)
         received, self._counts = exchange_counts(to_send, group)
         names = [name for name, parameter in self._module._parameters.items() if parameter is not None]
         run = _group_runner(self._module, self._implementation, names, received, self._counts)
@@ -211,10 +272,7 @@ class RoutedExperts:
         """Return the weighted outputs of each token's experts, [T, H]."""
         how: dict[str, Any] = {"group": self._group, "settings": self._framework.settings, "known": known}
         made, _ = run_experts(self._sent, self._counts, self._local, **how)
-        by_token = torch.empty_like(made)
-        by_token[self._order] = made
-        weights = self._own_weights
-        output = (by_token.view(*weights.shape, made.size(-1)) * weights.unsqueeze(-1)).sum(dim=1)
+        output = _by_token(made, self._order, self._own_weights)
         return _all_rows(output, self._tp_mesh, self._x.size(0))
 
     def _checked(self, own: Callable[..., torch.Tensor], known: Known, run: Run) -> CheckedCall:

@@ -14,7 +14,15 @@ from npu_wheel import VERSION
 
 from ascend_parallel import Settings
 from ascend_parallel.ops import Matmul, UnmetRequestError, choose, npu, npu_limits
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, OPERATORS, REDUCE_SCATTER
+from ascend_parallel.ops.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXPERT_EXCHANGE,
+    OPERATORS,
+    REDUCE_SCATTER,
+    Exchange,
+    ExpertMatmuls,
+)
 
 BF16 = torch.bfloat16
 A2, A3, ASCEND_950 = "Ascend910B1", "Ascend910_9391", "Ascend950PR_9599"
@@ -220,6 +228,47 @@ def test_a_request_that_the_installed_torch_npu_cannot_meet_is_refused_before_th
     newer = problem(ALL_REDUCE, arguments=known | {"comm_mode"})
     choice = choose(newer, Settings(fused=True, comm_mode="ai_cpu", strict=True))
     assert choice.options == (("comm_mode", "ai_cpu"),)
+
+
+def experts(features=1024, inner=(2048, 1024), top_k=2, inference=True, parts=4, ranks=8, soc=A3, **others):
+    own = {name: others.pop(name) for name in ("arguments",) if name in others}
+    matmuls = ExpertMatmuls(inner, top_k, inference, soc, **own)
+    given = {"dtype": BF16, "device": "npu", **others}
+    return Exchange(EXPERT_EXCHANGE, parts, None, features, given["dtype"], given["device"], ranks, matmuls)
+
+
+def test_experts_are_taken_as_documented():
+    for ranks, parts in ((8, 32), (16, 16), (32, 8), (64, 4)):
+        for dtype, top_k in itertools.product(DTYPES, (2, 8)):
+            assert npu_limits.supports_experts(experts(ranks=ranks, parts=parts, dtype=dtype, top_k=top_k)) is None
+    assert npu_limits.supports_experts(experts(features=65535, inner=(65535, 1))) is None
+
+
+EXPERTS_REFUSED = {
+    "no matmuls": (None, "it runs no experts"),
+    "a CPU": ({"device": "cpu"}, "it runs no experts"),
+    "training": ({"inference": False}, "for inference alone"),
+    "fp32": ({"dtype": torch.float32}, "not torch.float32"),
+    "A2": ({"soc": A2}, "documented for the chip Ascend910B1"),
+    "950": ({"soc": ASCEND_950}, "documented for the chip Ascend950PR_9599"),
+    "an unknown chip": ({"soc": ""}, "documented for the chip "),
+    "4 ranks": ({"ranks": 4}, "8, 16, 32, 64 ranks, not 4"),
+    "128 ranks": ({"ranks": 128, "parts": 2}, "8, 16, 32, 64 ranks, not 128"),
+    "33 experts of a rank": ({"parts": 33}, "up to 32 experts on a rank and 256 in all, not 33 and 264"),
+    "257 experts": ({"ranks": 64, "parts": 5}, "256 in all, not 5 and 320"),
+    "too wide": ({"features": 65536}, "widths from 1 to 65535, not 65536"),
+    "too wide inside": ({"inner": (65536, 8)}, "widths from 1 to 65535, not 65536"),
+    "one expert for a token": ({"top_k": 1}, "2 to 8 experts for a token, not 1"),
+    "an old torch_npu": ({"arguments": frozenset()}, "has no operator npu_alltoallv_gmm or npu_gmm_alltoallv"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS_REFUSED)
+def test_each_limit_of_experts_refuses(case):
+    changed, words = EXPERTS_REFUSED[case]
+    exchange = replace(experts(), matmuls=None) if changed is None else experts(**changed)
+    reason = npu_limits.supports_experts(exchange)
+    assert reason is not None and words in reason, reason
 
 
 def test_a_bias_is_given_to_operators_that_add_it():

@@ -659,6 +659,11 @@ API int emulated_ranks(const char* name) {
   auto known = communicators().find(name);
   return known == communicators().end() ? 0 : known->second->fused->ranks;
 }
+API int emulated_rank(const char* name) {
+  std::lock_guard<std::mutex> hold(communicators_lock);
+  auto known = communicators().find(name);
+  return known == communicators().end() ? -1 : known->second->fused->rank;
+}
 API int emulated_fused(const char* collective, const char* name, void* from, void* to, uint64_t number, int type, char* error, size_t bytes) {
   Communicator* communicator;
   {

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from .table import kernel
+from .fused import FLOATS, collective, generation
+from .table import kernel, library
 
 Tensor = torch.Tensor
 
@@ -90,3 +91,93 @@ kernel("MoeTokenUnpermuteGrad", "ottobpto", unpermute_grad)
 kernel("GroupedMatmul", "LLpppppp iL", lambda x, w, *given: grouped_matmul(x, w, given[5], 0, False, given[-1]))
 kernel("GroupedMatmulV4", "LLpppppppppp iiii L pp", version_5)
 kernel("GroupedMatmulV5", "LLpppppppppp iiii p L pp", version_5)
+
+
+LEAST_BYTES = 2 * 2**20  # of what a rank sends, and of what it gets
+
+
+def rows_of_ranks(
+    name: str, x: Tensor, weight: Tensor, group: str, ranks: int, sent: Any, received: Any, transposed: bool
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Check the arguments as their pages say; return the counts and the rows that each rank sends."""
+    known, experts = library().emulated_ranks(group.encode()), weight.shape[0]
+    if generation() != "A3" or known != ranks or ranks not in (8, 16, 32, 64):
+        raise ValueError(f"{name}: {ranks} ranks of {known} on {generation()}; allowed are 8, 16, 32 and 64 on A3")
+    if experts > 32 or experts * ranks > 256 or len(sent) != experts * ranks or len(received) != experts * ranks:
+        raise ValueError(f"{name}: {experts} experts, {len(sent)} and {len(received)} counts")
+    contracted = weight.shape[2] if transposed else weight.shape[1]
+    if x.dtype not in FLOATS or weight.dtype != x.dtype or x.shape[1] != contracted:
+        raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)} by {weight.dtype} {tuple(weight.shape)}")
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError(f"{name}: strides {x.stride()} and {weight.stride()}")
+    if x.shape[0] != sum(sent) or not all(0 < size < 65536 for size in weight.shape[1:]):
+        raise ValueError(f"{name}: {x.shape[0]} rows, {sum(sent)} to send; weight {tuple(weight.shape)}")
+    counts = torch.empty(ranks, len(sent), dtype=torch.int64)
+    collective("all-gather", group, torch.tensor(sent, dtype=torch.int64), counts, len(sent))
+    most = int(counts.sum(1).max())
+    padded = x.new_zeros(most, x.shape[1])
+    padded[: len(x)] = x
+    whole = x.new_empty(ranks, most, x.shape[1])
+    collective("all-gather", group, padded, whole, padded.numel())
+    return counts.tolist(), [rows[: sum(each)] for rows, each in zip(whole, counts.tolist(), strict=True)]
+
+
+def least(name: str, rows: int, width: int, x: Tensor) -> None:
+    """Refuse so few bytes of a rank as the pages exclude."""
+    if rows * width * x.element_size() < LEAST_BYTES:
+        raise ValueError(f"{name}: {rows} rows of {width}; a rank's communication has 2 MB or more")
+
+
+def of_experts(rows: Tensor, weight: Tensor, counts: list[int], transposed: bool) -> Tensor:
+    """Multiply the rows of each expert, one after the other, by its weight."""
+    parts = torch.split(rows.float(), counts)
+    each = [part @ (w.t() if transposed else w) for part, w in zip(parts, weight.float(), strict=True)]
+    return torch.cat(each).to(rows.dtype)
+
+
+def all_to_all_matmul(
+    x: Tensor, weight: Tensor, _: Any, __: Any, mm_x: Any, mm_weight: Any, group: str, ranks: int, sent: Any,
+    received: Any, transposed: bool, mm_transposed: bool, shows: bool, out: Tensor, mm_out: Any, permuted_out: Any,
+) -> None:  # fmt: skip
+    """Send [rank][expert] rows to their experts, and multiply them in the order [expert][source]."""
+    name, experts = "AlltoAllvGroupedMatMul", weight.shape[0]
+    counts, rows = rows_of_ranks(name, x, weight, group, ranks, sent, received, transposed)
+    least(name, len(x), x.shape[1], x)
+    least(name, sum(received), x.shape[1], x)
+    own = int(library().emulated_rank(group.encode()))
+    expected = [count for each in counts for count in each[own * experts : (own + 1) * experts]]
+    if list(received) != expected:
+        raise ValueError(f"{name}: recv_counts {list(received)}; the ranks send {expected}")
+    parts = [torch.split(each, of_rank) for each, of_rank in zip(rows, counts, strict=True)]
+    came = torch.cat([part[own * experts + expert] for expert in range(experts) for part in parts])
+    of_each = [sum(each[own * experts + expert] for each in counts) for expert in range(experts)]
+    out.copy_(of_experts(came, weight, of_each, transposed))
+    if shows:
+        permuted_out.copy_(came)
+
+
+def matmul_all_to_all(
+    x: Tensor, weight: Tensor, _: Any, __: Any, mm_x: Any, mm_weight: Any, group: str, ranks: int, sent: Any,
+    received: Any, transposed: bool, mm_transposed: bool, out: Tensor, mm_out: Any,
+) -> None:  # fmt: skip
+    """Multiply rows in the order [expert][source], and send them back to [rank][expert] rows of their sources."""
+    name, experts = "GroupedMatMulAlltoAllv", weight.shape[0]
+    of_each = [sum(sent[expert::experts]) for expert in range(experts)]
+    made = of_experts(x, weight, of_each, transposed)
+    counts, _ = rows_of_ranks(name, x, weight, group, ranks, sent, received, transposed)
+    least(name, sum(sent), out.shape[1], x)
+    least(name, sum(received), out.shape[1], x)
+    own, most = int(library().emulated_rank(group.encode())), max(map(sum, counts))
+    padded, whole = made.new_zeros(most, made.shape[1]), made.new_empty(ranks, most, made.shape[1])
+    padded[: len(made)] = made
+    collective("all-gather", group, padded, whole, padded.numel())
+    back = []
+    for results, of_rank in zip(whole, counts, strict=True):  # [expert][source] of each rank
+        sizes = [of_rank[source * experts + expert] for expert in range(experts) for source in range(ranks)]
+        parts = torch.split(results[: sum(sizes)], sizes)
+        back += [parts[expert * ranks + own] for expert in range(experts)]
+    out.copy_(torch.cat(back))
+
+
+kernel("AlltoAllvGroupedMatMul", "ttoooociIIbbb too", all_to_all_matmul)
+kernel("GroupedMatMulAlltoAllv", "ttoooociIIbb to", matmul_all_to_all)
