@@ -26,7 +26,11 @@ open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()
 time.sleep(300)
 """
 # What a launcher starts begins in the usual python: a process of the fork server is no child of who asked for it.
-BEGIN = f"import sys; sys.executable = {sys.executable!r}; "
+# Signals are heeded, also where these tests run under nohup or in the background of a shell.
+BEGIN = (
+    f"import signal, sys; sys.executable = {sys.executable!r}; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+)
 COMMAND = BEGIN + (
     "import ascend_parallel.diagnostics.{0} as launcher; launcher.PATIENCE = 0.3; "
     "sys.argv[1:] = {1!r}; from ascend_parallel.__main__ import main; main()"
@@ -44,7 +48,7 @@ LAUNCHERS = [
     pytest.param(
         COMMAND.format("degrees", ["verify", "--degrees", "2,1", "stubborn.py"]),
         4,
-        SIGNALS[::3],
+        SIGNALS,
         id="degrees",
         marks=pytest.mark.slow,
     ),
