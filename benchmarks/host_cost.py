@@ -145,8 +145,9 @@ def loops(measured: dict[str, dict[str, list[float]]]) -> str:
     cells = []
     for name, times in measured.items():
         own, python, native = (1e6 * median(times[loop]) for loop in LOOPS)
-        cells.append([name, f"{own:.0f}", f"{python:.0f}", f"{native:.0f}", f"{python / native:.2f}"])
-    return "\n" + table(["layer in 4 chunks", *LOOPS, "Python's / C++"], cells)
+        ratios = f"{python / native:.2f}", f"{native / own:.2f}"
+        cells.append([name, f"{own:.0f}", f"{python:.0f}", f"{native:.0f}", *ratios])
+    return "\n" + table(["layer in 4 chunks", *LOOPS, "Python's / C++", "C++ / megatron's"], cells)
 
 
 def reads(measured: dict[str, dict[str, list[float]]]) -> str:

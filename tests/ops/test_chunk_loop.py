@@ -161,12 +161,17 @@ def test_the_collective_of_two_loops_that_failed_is_named(group):
 
 
 @contextlib.contextmanager
-def group_alone(least=timedelta(seconds=0.5)):
-    """A group with a limit of a minute, whose waits end sooner: gloo's own end of a wait has another text."""
+def group_alone():
+    """A group with a limit of a minute, whose store has less: its waits end by this package's limit, not by gloo's."""
     own = dist.new_group([0, 1], timeout=timedelta(seconds=60), group_desc="alone")
-    sooner = {"wait_limit": lambda *_: least}
-    with mock.patch.multiple(pending, ROLL_CALL=0.5, **sooner), mock.patch.multiple(loop_operators, **sooner):
-        yield own
+    store = dist.distributed_c10d._get_process_group_store(own)
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=0.5))
+    try:
+        with mock.patch.object(pending, "ROLL_CALL", 0.5):
+            yield own
+    finally:
+        store.set_timeout(usual)
     dist.barrier()
     dist.destroy_process_group(own)
 
