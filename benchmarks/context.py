@@ -3,6 +3,7 @@
     python benchmarks/context.py --link 1gbit              attention and steps; ten minutes
     python benchmarks/context.py                           the same over the loopback, where "auto" must not lose
     python benchmarks/context.py --link 1gbit --attention  attention alone; --case 0: one of its cases
+    python benchmarks/context.py --link 1gbit --layer      attention with its projections alone
     python benchmarks/context.py --link 1gbit --steps      steps alone
 
 Where DeepSpeed can be imported (make compat-deepspeed; PYTHONPATH=.compat/deepspeed), "DeepSpeed's Ulysses" is its
@@ -13,12 +14,14 @@ sizes: "serial" exchanges all heads by torch's own all-to-alls, before and after
 and values in the place of the exchange, and its ranks have two pieces of the sequence each; "auto" is what
 COC_PARALLEL_NUM=auto measured and took. The table has medians of forward and backward in ms, medians of the ratios
 serial / own and one group / own, paired by round, with bootstrap intervals, and the medians over max(T_comp, T_comm),
-below which few schedules come. The steps are forward, backward and AdamW of a Llama of transformers, with sdpa; "whole"
-is one group.
+below which few schedules come. The layer projects queries, keys and values, attends, and projects the output, behind
+the exchange or under it ("projected"); "computation" is the layer without an exchange. The steps are forward, backward
+and AdamW of a Llama of transformers, with sdpa; "whole" is one group.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -31,13 +34,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring import in_turn, milliseconds, on_ranks, options_of, ratio, run, table, with_state
+from torch.nn.functional import linear
 
 import ascend_parallel
+from ascend_parallel.ops.decision import Known
+from ascend_parallel.overlap.context import run_attention
+from ascend_parallel.overlap.projected import Projection
+from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.bench.attention import AttentionCase, attend, runs_of
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, parts_of
 
 RANKS, GROUPS = 2, (1, 2, 4)
-WHOLE = "whole"
+WHOLE, PROJECTED = "whole", ", projected"
 CASES = (
     AttentionCase(tokens=2048, heads=8, key_heads=8, width=64),
     AttentionCase(tokens=4096, heads=8, key_heads=8, width=64),
@@ -51,10 +59,14 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = options_of(__doc__, rounds=7)
     parser.add_argument("--attention", action="store_true", help="attention alone")
+    parser.add_argument("--layer", action="store_true", help="attention with its projections alone")
     parser.add_argument("--steps", action="store_true", help="training steps alone")
     parser.add_argument("--case", type=int, choices=range(len(CASES)), help="one case of attention; default: all")
     parser.add_argument("--tokens", type=int, help="tokens of attention; default: those of the case")
     options = parser.parse_args()
+    if options.layer:
+        _print_layers(options)
+        return
     if not options.steps:
         lines = []
         for case in CASES if options.case is None else CASES[options.case : options.case + 1]:
@@ -68,6 +80,17 @@ def main() -> None:
         lines = [[name, milliseconds(own), *ratio(times[WHOLE], own)] for name, own in times.items()]
         print(f"\nLlama, {LAYERS} layers, hidden {HIDDEN}, {TOKENS} tokens on {RANKS} ranks\n")
         print(table(["variant", "ms", "whole / own", "95 %"], lines))
+
+
+def _print_layers(options: argparse.Namespace) -> None:
+    lines = []
+    for case in CASES if options.case is None else CASES[options.case : options.case + 1]:
+        asked: dict[str, Any] = {"title": str(case), "case": asdict(case), "rounds": options.rounds}
+        times = on_ranks("context:layer", RANKS, link=options.link, **asked)
+        for name, own in times.items():
+            groups = times.get(name.removesuffix(PROJECTED), own)
+            lines.append([str(case), name, milliseconds(own), *ratio(times["1 groups"], own), *ratio(groups, own)])
+    print(table(["layer", "variant", "ms", "one group / own", "95 %", "not projected / own", "95 %"], lines))
 
 
 def _attention_lines(case: AttentionCase, found: dict[str, Any]) -> list[list[str]]:
@@ -125,6 +148,35 @@ def _by_deepspeed(group: dist.ProcessGroup, case: AttentionCase) -> Callable[[],
         return torch.autograd.grad(o, drawn, gradient)
 
     return step
+
+
+def layer(group: dist.ProcessGroup, case: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of forward and backward of attention with its projections, by variant."""
+    asked, ranks = AttentionCase(**case), group.size()
+    own, hidden = asked.tokens // ranks, asked.heads * asked.width
+    torch.manual_seed(1)
+    x, d_y = torch.randn(1, own, hidden, requires_grad=True), torch.randn(1, own, hidden)
+    heads = asked.heads, asked.key_heads, asked.key_heads
+    sizes = [count * asked.width for count in heads] + [hidden]
+    *weights, weight = (torch.randn(rows, hidden).mul_(0.02).requires_grad_() for rows in sizes)
+
+    def step(groups: int, projected: bool) -> object:
+        q, k, v = (linear(x, w).view(1, own, -1, asked.width).permute(1, 0, 2, 3) for w in weights)
+        if not groups:  # as much attention as a rank has
+            of_rank = (z[:, :, : z.shape[2] // ranks].repeat(ranks, 1, 1, 1) for z in (q, k, v))
+            o = attend(None, *of_rank).reshape(ranks, own, 1, -1, asked.width).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        else:
+            projection = Projection(weight=weight, bias=None) if projected else None
+            how: dict[str, Any] = {"settings": Settings(), "known": Known(number=groups), "projection": projection}
+            o = run_attention(q, k, v, attend, group=group, **how)
+        y = linear(o.permute(1, 0, 2, 3).contiguous().reshape(1, own, -1), weight)
+        return torch.autograd.grad(y, [x, *weights, weight], d_y)
+
+    runs: dict[str, Callable[[], object]] = {COMPUTATION: partial(step, 0, False)}
+    for count in (each for each in GROUPS if each <= asked.parts(ranks)):
+        runs[f"{count} groups"] = partial(step, count, False)
+        runs[f"{count} groups{PROJECTED}"] = partial(step, count, True)
+    return in_turn(runs, rounds)
 
 
 def steps(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:

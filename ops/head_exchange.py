@@ -78,6 +78,11 @@ class HeadGroup(SharedHeads):
         joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()
         return joined.flatten(3, 4).flatten(0, 1)
 
+    def by_rank(self, o: torch.Tensor) -> torch.Tensor:
+        """Return o [S, B, n, D] in the order of `HeadRows`, [R, B s, n, D]."""
+        by_rank = o.view(len(self.lengths), -1, *o.shape[1:])
+        return by_rank.transpose(1, 2).flatten(1, 2)
+
     def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
         """Copy heads that came back, [R s, B, n, D], to their places in x [s, B, N, D]."""
         ranks, (_, batch, heads, width) = len(self.lengths), came_back.shape
@@ -89,6 +94,43 @@ class HeadGroup(SharedHeads):
         tokens, batch, heads, width = x.shape
         by_rank = x.view(tokens, batch, len(self.lengths), self.of, heads // (len(self.lengths) * self.of), width)
         return by_rank[:, :, :, self.heads.start : self.heads.stop]
+
+
+@dataclass(frozen=True)
+class HeadRows(HeadGroup):
+    """Some rows of a group's heads, which come back by a collective of their own.
+
+    first, stop
+        Of a rank's rows, in the order of batch, then token: the rows of o [B, s, N, D].
+    """
+
+    first: int
+    stop: int
+
+    @classmethod
+    def cut_rows(cls, heads: HeadGroup, sizes: Sizes) -> list[HeadRows]:
+        """Cut the rows of a group of heads into pieces of `sizes` rows."""
+        cuts = pairwise(accumulate(sizes, initial=0))
+        return [cls(heads.heads, heads.of, heads.lengths, heads.rank, first, stop) for first, stop in cuts]
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """The rows that come back from each rank."""
+        return [self.stop - self.first] * len(self.lengths)
+
+    @property
+    def received_sizes(self) -> list[int]:
+        """The rows that go back to each rank."""
+        return self.sent_sizes
+
+    def piece_of(self, by_rank: torch.Tensor) -> torch.Tensor:
+        """Return the rows that go back, [R m, 1, n, D], of what `by_rank` has returned."""
+        return by_rank[:, self.first : self.stop].flatten(0, 1).unsqueeze(1).contiguous()
+
+    def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
+        """Copy rows that came back, [R m, 1, n, D], to their places in x [s, B, N, D], whose memory is [B, s, N, D]."""
+        rows = x.transpose(0, 1).view(-1, *x.shape[2:])[self.first : self.stop]
+        super().place(came_back, rows.unsqueeze(1))
 
 
 def repeats_of(query_heads: int, key_heads: int, ranks: int) -> int:

@@ -70,6 +70,13 @@ class PartGroup(Protocol):
         """Copy what came back to its place in x."""
 
 
+class PartPiece(PartGroup, Protocol):
+    """Some rows of a group's result, which come back by a collective of their own."""
+
+    def piece_of(self, computed: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the result that go back."""
+
+
 Group = TypeVar("Group", bound=PartGroup)
 
 Route = Callable[[Group], PartGroup]
@@ -93,6 +100,8 @@ def part_exchange(
     routes_back: Sequence[Route[Group]] = (),
     under_first: Callable[[], object] | None = None,
     under_last: Callable[[], object] | None = None,
+    last_pieces: Sequence[PartPiece] = (),
+    as_pieces_come: Callable[[Pending], object] | None = None,
 ) -> None:
     """Send the parts of `rows` to their ranks, compute them there, and write what comes back to `results`.
 
@@ -104,10 +113,15 @@ def part_exchange(
     `under_first` runs while no group can run yet, `under_last` while the last results come back. Which of them there
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
     `CollectiveError` if a rank fails.
+
+    last_pieces: the last group's result, the only one, comes back in these, one after the other. All other results are
+    there when `as_pieces_come` is called, which may wait for each piece.
     """
+    exchange = _Exchange(rows, groups, results, group, decision, routes, routes_back, last_pieces)
     with in_timeline(decision, group):
-        _Exchange(rows, groups, results, group, decision, routes, routes_back).run(work, under_first, under_last)
-    COUNTS.add(decision.call.operator, len(groups), len(groups) * (len(rows) + len(results)))
+        exchange.run(work, under_first, under_last, as_pieces_come)
+    more = len(last_pieces) - 1 if last_pieces else 0
+    COUNTS.add(decision.call.operator, len(groups), len(groups) * (len(rows) + len(results)) + more)
 
 
 class _Exchange:
@@ -122,6 +136,7 @@ class _Exchange:
         decision: Decision,
         routes: Sequence[Route[Any]],
         routes_back: Sequence[Route[Any]],
+        last_pieces: Sequence[PartPiece],
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
         self._routes = routes or [own_route] * len(rows)
@@ -129,7 +144,10 @@ class _Exchange:
         self._parts, names = PART_NAMES[decision.call.operator]
         like = (*rows, *results)[0]
         self._dispatch = Pending(like, f"{names}_dispatch", group, len(groups) * len(rows))
-        self._combine = Pending(like, f"{names}_combine", group, len(groups) * len(results))
+        whole = len(groups) * len(results) - bool(last_pieces)
+        self._combine = Pending(like, f"{names}_combine", group, whole)
+        self._last_pieces, sizes = last_pieces, tuple(piece.sent_sizes[0] for piece in last_pieces)
+        self._pieces = Pending(like, f"{names}_combine", group, len(sizes), sizes)
         self._received: list[Rows] = []
 
     def run(
@@ -137,9 +155,10 @@ class _Exchange:
         work: Callable[..., Rows],
         under_first: Callable[[], object] | None,
         under_last: Callable[[], object] | None,
+        as_pieces_come: Callable[[Pending], object] | None,
     ) -> None:
         """Run the whole exchange; the order in which collectives start is the same on all ranks."""
-        with self._dispatch.launching(), self._combine.launching():
+        with self._dispatch.launching(), self._combine.launching(), self._pieces.launching():
             for part_group in self._groups[:IN_FLIGHT]:
                 self._send(part_group)
             if under_first is not None:
@@ -149,11 +168,17 @@ class _Exchange:
                 if index + IN_FLIGHT < len(self._groups):
                     self._send(self._groups[index + IN_FLIGHT])
                 computed = compute(MATMUL, self._parts, work, index, part_group, received)
-                self._send_back(part_group, computed)
+                if self._last_pieces and index + 1 == len(self._groups):
+                    self._send_pieces(*computed)
+                else:
+                    self._send_back(part_group, computed)
                 del received, computed
             if under_last is not None:
                 under_last()
             self._combine.wait()
+            if as_pieces_come is not None:
+                as_pieces_come(self._pieces)
+            self._pieces.wait()
 
     def _send(self, part_group: PartGroup) -> None:
         received: list[torch.Tensor] = []
@@ -179,6 +204,11 @@ class _Exchange:
     def _send_back(self, part_group: PartGroup, computed: Rows) -> None:
         for out, x, route in zip(computed, self._results, self._routes_back, strict=True):
             self._combine.launch(_send_back, out.contiguous(), route(part_group), x, self._group)
+
+    def _send_pieces(self, computed: torch.Tensor) -> None:
+        for piece in self._last_pieces:
+            sent = compute(BESIDE, "join rows", piece.piece_of, computed)
+            self._pieces.launch(_send_back, sent, piece, self._results[0], self._group)
 
 
 def _send_back(out: torch.Tensor, part_group: PartGroup, x: torch.Tensor, group: dist.ProcessGroup) -> Work:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
 from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.decision import Known
@@ -23,6 +24,7 @@ from ascend_parallel.overlap.context import (
     attention_in_turn,
     run_attention,
 )
+from ascend_parallel.overlap.projected import ProjectedTensor, Projection
 from ascend_parallel.overlap.selective_checkpoint import without_trace
 from ascend_parallel.patches.check import CheckedCall
 from ascend_parallel.patches.coverage import ATTENTION, MORE
@@ -48,47 +50,57 @@ def exchanged_attention(
     framework: Framework | None,
     exchange: str = HEADS,
     own: Own | None = None,
+    projection: Projection | None = None,
+    by_rows: bool = False,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
     operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. exchange:
     `HEADS` or `GATHER`. own: the framework's own exchange around its attention, which runs where groups were measured
     to gain nothing, and with which checks compare; None: one group runs then, and checks have torch's collectives.
+    projection, by_rows: as of `run_attention`.
     """
     if framework is None:
         current_settings().arithmetic.refuse("context parallelism has no tree")
         ATTENTION[module] = 1
         return run_attention(*operands, attention, group=group, settings=Settings(), exchange=exchange)
     _announce(framework, group)
-    names, settings = ("input", "keys", "values"), framework.settings
+    named, settings = dict(zip(("input", "keys", "values"), operands, strict=True)), framework.settings
+    if projection is not None:
+        named |= {"weight": projection.weight} | ({} if projection.bias is None else {"bias": projection.bias})
 
     def ours(known: Known, _: object) -> torch.Tensor:
         ATTENTION[module] = len(attention_decision(*operands, group, settings, known, exchange).sizes)
         how: dict[str, Any] = {"settings": settings, "known": known, "exchange": exchange}
-        return run_attention(*operands, attention, group=group, **how)
+        return run_attention(*operands, attention, group=group, projection=projection, by_rows=by_rows, **how)
 
     def theirs(own: Own) -> torch.Tensor:
         ATTENTION[module] = "not overlapped: groups of heads gain nothing over the framework's own exchange"
         return own(*operands)
 
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        q, k, v = (given[name] for name in names)
+        q, k, v, *layer = given.values()
         if own is not None:
             return {"output": own(q, k, v)}
-        return {"output": attention_in_turn(q, k, v, attention, group=group, exchange=exchange)}
+        o = attention_in_turn(q, k, v, attention, group=group, exchange=exchange)
+        return {"output": o} | ({"projection": linear(o.transpose(0, 1).flatten(2), *layer)} if layer else {})
 
     def operators(known: Known, direction: str) -> str:
         decision = attention_decision(*operands, group, settings, known, exchange)
         return f"Its {direction} ran {decision.call.in_words} in groups of heads {list(decision.sizes)}"
+
+    def results(o: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        y = o.projected if isinstance(o, ProjectedTensor) else None
+        return {"output": o} | ({} if y is None else {"projection": y})
 
     def checked(known: Known, run: Run) -> CheckedCall:
         return CheckedCall(
             layer=module,
             path="context parallel",
             group=group,
-            operands=dict(zip(names, operands, strict=True)),
+            operands=named,
             run=run,
-            results=lambda y: {"output": y},
+            results=results,
             original=original,
             operators=lambda: functools.partial(operators, known),
         )

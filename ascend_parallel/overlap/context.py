@@ -17,6 +17,13 @@ tokens. Forward has no combine, and backward no dispatch.
 
 Where causal rows are not balanced, ranks lend each other half of their queries (`borrower`): these go with the gathers,
 and their results come back as combines.
+
+A `Projection` that reads the output is multiplied here too (overlap/projected.py). Where heads are exchanged, the last
+group's heads come back in pieces of rows, and rows are multiplied as they come; the weight gradient, which is not cut,
+runs in backward while the last gradients of q, k and v come back.
+
+    forward    ... -> combine of the last group: rows 0 -> product of rows 0, rows 1 -> ... -> product of the last rows
+    backward   product -> dispatch 0, 1 -> ... -> combine of the last group, weight gradient
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange, heads_exchange
 from ascend_parallel.ops.decision import Decision, Known
-from ascend_parallel.ops.head_exchange import HeadGroup, repeats_of
+from ascend_parallel.ops.head_exchange import HeadGroup, HeadRows, repeats_of
 from ascend_parallel.ops.key_gather import (
     GATHER,
     HEADS,
@@ -46,10 +53,16 @@ from ascend_parallel.ops.key_gather import (
     keys_before,
     pieces_of,
 )
+from ascend_parallel.ops.lazy_rows import LazyRows
+from ascend_parallel.ops.lazy_rows import Rows as LyingRows
 from ascend_parallel.ops.operators import decided_exchange
 from ascend_parallel.ops.part_exchange import Route, Rows, own_route, part_exchange
-from ascend_parallel.ops.record import recorded_pass
+from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
+from ascend_parallel.ops.rows import split_rows
+from ascend_parallel.ops.unfinished import UnfinishedTensor, finished
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
+from ascend_parallel.overlap.projected import ProjectedTensor, Projection, project, projection_gradients
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
@@ -77,6 +90,7 @@ class AttentionCall:
     group: dist.ProcessGroup
     decision: Decision
     graded: bool
+    by_rows: bool
 
     @property
     def gathers(self) -> bool:
@@ -100,6 +114,8 @@ def run_attention(
     known: Known | None = None,
     exchange: str = HEADS,
     borrower: int | None = None,
+    projection: Projection | None = None,
+    by_rows: bool = False,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the tokens of all ranks, [s, B, N, D].
 
@@ -116,13 +132,19 @@ def run_attention(
     borrower: with `GATHER`, the rank of `group` with which this one exchanges the second half of its queries, and of
     their results: `attention` then gets the rows that stay, and those of the borrower. None: all rows stay.
 
+    projection: the linear layer that reads the output, which is then a `ProjectedTensor`, in memory [B, s, N, D].
+    by_rows: heads come back as for a projection, also without one: the same on all ranks, whatever a rank has around
+    its layer.
+
     What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
     `DisagreementError` if their tensors or exchanges differ, `CollectiveError` if a rank fails.
     """
     settings.arithmetic.refuse(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
     )
-    confirm_shapes(q, k, v, group, operator=KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
+    by_rows = by_rows or projection is not None
+    back = "results in rows" if by_rows else ""
+    confirm_shapes(q, k, v, group, back, KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
     q, k, v = _spread(q, k, v, group, exchange)
     decision = attention_decision(q, k, v, group, settings, known, exchange)
     lengths = [len(q)] * group.size()
@@ -131,9 +153,14 @@ def run_attention(
     if borrower is not None:
         groups = [LentKeyGroup(each.heads, each.of, each.lengths, each.rank, borrower) for each in groups]
     graded = torch.is_grad_enabled()
-    call = AttentionCall(attention=attention, groups=groups, group=group, decision=decision, graded=graded)
-    output: torch.Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-    return output
+    call = AttentionCall(
+        attention=attention, groups=groups, group=group, decision=decision, graded=graded, by_rows=by_rows
+    )
+    if projection is None:
+        output: torch.Tensor = _Attention.apply(q, k, v, None, None, call)[0]  # type: ignore[no-untyped-call]
+        return output.transpose(0, 1) if by_rows else output
+    output, y = _Attention.apply(q, k, v, *projection.operands(), call)  # type: ignore[no-untyped-call]
+    return ProjectedTensor.of(output, y, projection).transpose(0, 1)
 
 
 def _spread(
@@ -309,33 +336,67 @@ def _graded_names(needed: Iterable[bool]) -> str:
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd function of `run_attention`."""
+    """The autograd function of `run_attention`.
+
+    weight, bias    of the projection, or None
+    returns         o [s, B, N, D], `by_rows` [B, s, N, D]; and y [B, s, F], or None without a projection
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        call: AttentionCall,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.call, ctx.saved, ctx.graphs = call, InnerSavedTensors(), []
         ctx.likes = [TensorLike(x) for x in (q, k, v)]
+        ctx.set_materialize_grads(False)
         with hide_from_selective_checkpoint(), recorded_pass(ctx, "attention", "forward", q.device.type):
-            output = _forward(ctx, (q, k, v))
+            output, y = _forward(ctx, (q, k, v), weight, bias)
+        rows = output if ctx.needs_input_grad[3] else None
         # The empty tensor makes a checkpoint stop, and compute again, at the same point on every rank.
-        ctx.save_for_backward(q.new_empty(0), *ctx.saved.give())
-        return output
+        ctx.save_for_backward(q.new_empty(0), rows, weight, *ctx.saved.give())
+        return output, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
+    def backward(ctx: Any, d_output: torch.Tensor | None, d_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _, rows, weight, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
         confirm_gradients(ctx.needs_input_grad[:3], ctx.call.group, ctx.call.decision.call.operator)
-        with ctx.saved.given(saved), recorded_pass(ctx, "attention", "backward", d_output.device.type):
-            return _backward(ctx, d_output)
+        device = ctx.likes[0].device.type
+        with ctx.saved.given(saved), recorded_pass(ctx, "attention", "backward", device):
+            return _backward(ctx, d_output, d_y, rows, weight)
 
 
-def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
-    """Exchange q, k and v; return the attention of this rank's tokens."""
+def _forward(
+    ctx: Any, operands: Rows, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Exchange q, k and v; return the attention of this rank's tokens, and its projection."""
     call: AttentionCall = ctx.call
     q, _, v = operands
     needs = [call.graded and need for need in ctx.needs_input_grad[:3]]
-    output = q.new_empty(*q.shape[:3], v.shape[3])
+    (tokens, batch, heads), width = q.shape[:3], v.shape[3]
+    if call.by_rows:
+        whole = q.new_empty(batch, tokens, heads, width)
+        output, rows = whole.transpose(0, 1), whole.view(batch * tokens, heads * width)
+    else:
+        whole = output = q.new_empty(tokens, batch, heads, width)
+    pieces = _pieces(call, batch * tokens)
+    y: torch.Tensor | None = None
+
+    def project_rows(pending: Pending | None) -> None:
+        nonlocal y
+        if weight is None:
+            return
+        if pending is None:
+            y = compute(MATMUL, "projection", project, rows, weight, bias)
+        else:
+            arriving = LyingRows(LazyRows(pending.sizes, pending.wait_for), 1, 1)
+            y = finished(project(UnfinishedTensor(rows, arriving), weight, bias))
 
     def attended(heads: Heads, given: Rows) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -347,7 +408,8 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
 
     def attend(_: int, heads: Heads, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
-            return [attended(heads, received)]
+            o = attended(heads, received)
+            return [heads.by_rank(o) if pieces and heads is call.groups[-1] else o]
         if isinstance(heads, LentKeyGroup):
             borrowed, *received = received
             own = attended(heads, [_with_borrowed(heads, q, borrowed), *received])
@@ -356,21 +418,56 @@ def _forward(ctx: Any, operands: Rows) -> torch.Tensor:
         return []
 
     if call.lends:
-        rows, lent = [_lent(q), *operands[1:]], [_lent(output)]
+        sent, lent = [_lent(q), *operands[1:]], [_lent(output)]
         routes: list[Route[Heads]] = [_lent_route, own_route, own_route]
         part_exchange(
-            rows, call.groups, attend, lent, call.group, call.decision, routes=routes, routes_back=[_lent_route]
+            sent, call.groups, attend, lent, call.group, call.decision, routes=routes, routes_back=[_lent_route]
         )
     elif call.gathers:
         part_exchange(operands[1:], call.groups, attend, [], call.group, call.decision)
     else:
-        part_exchange(operands, call.groups, attend, [output], call.group, call.decision)
-    return output
+        come = project_rows if pieces else None
+        part_exchange(
+            operands, call.groups, attend, [output], call.group, call.decision, last_pieces=pieces, as_pieces_come=come
+        )
+    if not pieces:
+        project_rows(None)
+    return whole, None if y is None else y.view(batch, tokens, -1)
 
 
-def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Exchange d_output: what comes back are the gradients of q, k and v; of gathered k and v the ranks' summands."""
+def _pieces(call: AttentionCall, rows: int) -> list[HeadRows]:
+    """Return in which rows the last group's heads come back; none: in one collective."""
+    last = call.groups[-1]
+    if not call.by_rows or not isinstance(last, HeadGroup) or len(call.groups) == 1:
+        return []
+    return HeadRows.cut_rows(last, split_rows(rows, len(call.groups)))
+
+
+def _backward(
+    ctx: Any,
+    d_output: torch.Tensor | None,
+    d_y: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Exchange d_output: what comes back are the gradients of q, k and v; of gathered k and v the ranks' summands.
+
+    d_y, rows, weight: of the projection, of which d_output has a part.
+    """
     call: AttentionCall = ctx.call
+    d_weight = d_bias = None
+
+    def project_back() -> None:
+        nonlocal d_weight, d_bias
+        if d_y is not None:
+            d_weight, d_bias = projection_gradients(d_y, rows, ctx.needs_input_grad[4])
+
+    if d_y is not None:
+        d_y = d_y.reshape(-1, d_y.shape[-1])
+    if not any(ctx.needs_input_grad[:3]):
+        project_back()
+        return None, None, None, d_weight, d_bias, None
+    d_output = _d_output(call, ctx.likes[0].shape, d_output, d_y, weight)
     gradients = [like.empty() if need else None for like, need in zip(ctx.likes, ctx.needs_input_grad, strict=False)]
 
     def attend(index: int, heads: Heads, received: Rows) -> Rows:
@@ -388,23 +485,44 @@ def _backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor | None, ..
             heads.heads_of(gradients[0]).copy_(d_q)
         return [*back, *(d_x for d_x, wanted in zip(found, gradients[1:], strict=True) if wanted is not None)]
 
+    def exchange(sent: Rows, results: Rows, **routes: Any) -> None:
+        part_exchange(sent, call.groups, attend, results, call.group, call.decision, under_last=project_back, **routes)
+
     if call.lends:
         d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
         sums = [d_x for d_x in gradients[1:] if d_x is not None]
-        rows, results, lent = [_lent(d_output)], [*d_lent, *sums], [_lent_route] * len(d_lent)
+        results, lent = [*d_lent, *sums], [_lent_route] * len(d_lent)
         routes: list[Route[Heads]] = [*lent, *([own_route] * len(sums))]
-        part_exchange(
-            rows, call.groups, attend, results, call.group, call.decision, routes=[_lent_route], routes_back=routes
-        )
+        exchange([_lent(d_output)], results, routes=[_lent_route], routes_back=routes)
     elif not call.gathers:
-        wanted = [d_x for d_x in gradients if d_x is not None]
-        part_exchange([d_output], call.groups, attend, wanted, call.group, call.decision)
+        exchange([d_output], [d_x for d_x in gradients if d_x is not None])
     elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
-        part_exchange([], call.groups, attend, sums, call.group, call.decision)
+        exchange([], sums)
     else:  # frozen keys and values: nothing comes back
         for index, keys in enumerate(call.groups):
             attend(index, keys, [])
-    return *gradients, None
+        project_back()
+    return *gradients, d_weight, d_bias, None
+
+
+def _d_output(
+    call: AttentionCall,
+    shape: Sequence[int],
+    d_output: torch.Tensor | None,
+    d_y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the output, [s, B, N, D]: what is given, and what comes through the projection."""
+    if d_output is not None and call.by_rows:
+        d_output = d_output.transpose(0, 1)
+    if d_y is None:
+        assert d_output is not None
+        return d_output
+    assert weight is not None
+    tokens, batch, heads = shape[:3]
+    d_rows = compute(MATMUL, "projection", torch.mm, d_y, weight)
+    d_projected = d_rows.view(batch, tokens, heads, -1).transpose(0, 1)
+    return d_projected if d_output is None else d_output + d_projected
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:

@@ -29,21 +29,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.ops.head_exchange import HeadGroup
 from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, pieces_of
+from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.context import attend_pieces, run_attention
+from ascend_parallel.overlap.projected import Projection
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
 from ascend_parallel.patches.transformers.context_proof import (
+    GLOBAL_HOOKS,
     IGNORED,
     SHIFTED,
     Proof,
     all_came,
     can_run,
     failures_announced,
+    of_framework,
     prove,
 )
 from ascend_parallel.patches.transformers.layers import ACTIVE_PATCH
@@ -59,6 +64,8 @@ GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of
 # What some models give their attention beside the mask, for each head or each token of a rank.
 NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 
+# What an attention module calls the linear layer that reads its output.
+PROJECTIONS = ("o_proj", "out_proj", "dense")
 LAYER_DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_dropout")
 # Whether attention runs on what this rank has, as in `generate`.
 _WHOLE: ContextVar[bool] = ContextVar("whole sequences", default=False)
@@ -202,6 +209,8 @@ class ContextParallel:
         How many exchanges have run.
     causal
         Whether all masks that were asked for during a proof were causal.
+    projecting
+        The attention modules whose output, as it is, goes through one linear layer, as a proof has seen.
     """
 
     def __init__(self, group: dist.ProcessGroup, implementation: str, exchange: str, model: Any) -> None:
@@ -209,6 +218,7 @@ class ContextParallel:
         self.group, self.implementation, self.exchange = group, implementation, exchange
         self.proof, self.attended, self.proving, self.causal = Proof(), 0, False, True
         self._model, self._share = weakref.ref(model), Share()
+        self.projecting: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._batches = WeakIdKeyDictionary()  # digests of whole batches, by the tensors that cut made of them
         self._at_documents: set[torch.Size] = set()  # shapes of parts that were cut where documents begin
         _, attentions = _interfaces()
@@ -449,11 +459,31 @@ class ContextParallel:
                 all_came(self.group)
             return result
 
+        projection, by_rows = self._projection_of(module, operands[0], value.shape[3])
+        how: dict[str, Any] = {"exchange": self.exchange, "projection": projection, "by_rows": by_rows}
         if self.proving:
-            o = run_attention(*operands, attention, group=self.group, settings=Settings(), exchange=self.exchange)
+            o = run_attention(*operands, attention, group=self.group, settings=Settings(), **how)
         else:
-            o = exchanged_attention(module, operands, attention, self.group, ACTIVE_PATCH.framework, self.exchange)
+            o = exchanged_attention(module, operands, attention, self.group, ACTIVE_PATCH.framework, **how)
         return o.permute(1, 0, 2, 3).contiguous(), None
+
+    def _projection_of(self, module: Any, query: torch.Tensor, width: int) -> tuple[Projection | None, bool]:
+        """Return the layer that reads the output, which has `width` features in each head; and whether it may be cut.
+
+        Whether heads come back by rows is the same on all ranks; hooks on the layer, which may change what it reads,
+        need not be: they get the output alone.
+        """
+        if not self.proving and module not in self.projecting:
+            return None, False
+        layer = next(filter(None, (getattr(module, name, None) for name in PROJECTIONS)), None)
+        weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+        if weight is None or not all(_is_plain(x, query) for x in (weight, bias) if x is not None):
+            return None, False
+        if weight.dim() != 2 or weight.shape[1] != query.shape[2] * width:
+            return None, False
+        if _is_hooked(layer):
+            return None, True
+        return Projection(weight=weight, bias=bias, on_use=functools.partial(self.projecting.add, module)), True
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
         given = [name for name in NOT_EXCHANGED if options.get(name) is not None]
@@ -481,6 +511,20 @@ class ContextParallel:
                 return function(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
             with _attribute(module, "num_key_value_groups", query.shape[1] // key.shape[1]):
                 return function(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+
+
+def _is_plain(x: Any, query: torch.Tensor) -> bool:
+    """Tell whether x is a tensor or a parameter of torch's own, which is multiplied as `query` is."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and (x.device, operand_dtype(x)) == (
+        query.device,
+        operand_dtype(query),
+    )
+
+
+def _is_hooked(layer: Any) -> bool:
+    """Tell whether hooks of a program see, and may change, what a layer reads."""
+    of_all = [hook for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()]
+    return bool(layer._forward_pre_hooks or layer._backward_hooks) or not all(map(of_framework, of_all))
 
 
 @contextmanager

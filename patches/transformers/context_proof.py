@@ -520,10 +520,10 @@ def _as_it_was(model: Any) -> Iterator[None]:
             module._buffers.update({name: x if x is None else x.clone() for name, x in buffers.items()})
             for name in HOOKS:
                 hooks = values[name]
-                vars(module)[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _of_framework(hook))
+                vars(module)[name] = type(hooks)((key, hook) for key, hook in hooks.items() if of_framework(hook))
         for hooks in (getattr(torch_module, name) for name in GLOBAL_HOOKS):
             stack.callback(_refill, hooks, dict(hooks))
-            _refill(hooks, {key: hook for key, hook in hooks.items() if _of_framework(hook)})
+            _refill(hooks, {key: hook for key, hook in hooks.items() if of_framework(hook)})
         yield
 
 
@@ -566,7 +566,7 @@ def _attributes(model: Any, *, training: bool) -> Iterator[None]:
             module.training = False
 
 
-def _of_framework(hook: Any) -> bool:
+def of_framework(hook: Any) -> bool:
     """Tell whether a hook belongs to a framework, which shards a model or moves it, and not to a program.
 
     A function that a decorator wraps, such as ``torch.no_grad``, belongs to who wrote it.

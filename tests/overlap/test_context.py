@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from marks import promise
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ascend_parallel import DisagreementError, Settings
@@ -13,6 +13,7 @@ from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.arithmetic import TP
 from ascend_parallel.ops.key_gather import GATHER, HEADS, choose_exchange, lent_pieces, pieces_of, sent_share
 from ascend_parallel.overlap.context import attend_pieces, attend_rows, attention_in_turn, run_attention
+from ascend_parallel.overlap.projected import ProjectedTensor, Projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,138 @@ def test_lent_queries_have_the_rows_of_one_rank(ranks, case):
         assert {name for _, name in different} <= {"k", "v"}
         assert worst < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[case.dtype]
         assert ran == [groups * (3 if case.wrapped else 2) for groups in case.groups]
+
+
+FEATURES = 40
+
+
+def projected(group, case):
+    """Return what differs from an exchange in one group and a linear layer behind it, and collectives by groups."""
+    own = own_tokens(case, group)
+    *parts, _ = operands(case)
+    generator = torch.Generator().manual_seed(5)
+    weight, bias, d_y = (
+        torch.randn(shape, generator=generator).to(case.dtype)
+        for shape in ((FEATURES, case.heads[0] * case.values), (FEATURES,), (case.batch, case.length, FEATURES))
+    )
+
+    def step(groups, projects):
+        leaves = {
+            name: x[own].clone().requires_grad_(name not in case.frozen) for name, x in zip("qkv", parts, strict=True)
+        }
+        leaves |= {"weight": weight.clone().requires_grad_("w" not in case.frozen)}
+        leaves |= {"bias": bias.clone().requires_grad_()} if case.eager else {}
+
+        def layer(q, k, v, weight, bias=None):
+            projection = Projection(weight=weight, bias=bias) if projects else None
+            how = {"group": group, "exchange": case.exchange, "settings": Settings(num_chunks=groups, mode=2)}
+            how |= {"borrower": case.ranks - 1 - group.rank()} if case.lends else {}
+            o = run_attention(q, k, v, attend(case), projection=projection, **how).transpose(0, 1).flatten(2)
+            y = linear(o.contiguous(), weight, bias)
+            assert isinstance(o, ProjectedTensor) == projects and (not projects or o.projected is None)
+            return y
+
+        COUNTS.clear()
+        how = {"use_reentrant": False}
+        y = checkpoint(layer, *leaves.values(), **how) if case.wrapped else layer(*leaves.values())
+        y.backward(d_y[:, own])
+        (count,) = COUNTS.as_dict().values()
+        found = {"y": y.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
+        return found, count["collectives"]
+
+    plain, _ = step(1, projects=False)
+    different, ran = [], []
+    for groups in case.groups:
+        found, count = step(groups, projects=True)
+        assert found.keys() == plain.keys()
+        different += [(groups, name) for name, x in found.items() if not torch.equal(x, plain[name])]
+        ran.append(count)
+    return different, ran
+
+
+PROJECTED = [
+    Case(length=128),
+    Case(length=128, heads=(16, 8), batch=2, eager=True, values=24),  # with a bias
+    Case(ranks=4, length=256, heads=(16, 16), dtype=torch.bfloat16, causal=False),
+    Case(ranks=3, length=99, heads=(12, 6), batch=2, groups=(1, 2), wrapped="checkpoint"),
+    Case(length=128, frozen="qkv"),
+    Case(length=128, frozen="w", dtype=torch.bfloat16),
+    Case(length=128, heads=(8, 4), exchange=GATHER, batch=2),
+    Case(length=128, heads=(8, 4), exchange=GATHER, frozen="kv", groups=(2,)),
+    Case(length=128, heads=(8, 2), exchange=GATHER, lends=True, batch=2, groups=(1, 2)),
+]
+
+
+@promise("context-projection")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", PROJECTED, ids=str)
+def test_a_projection_under_the_exchange_has_the_bits_of_one_behind_it(ranks, case):
+    """Output, and gradients of queries, keys, values, weight and bias."""
+    of_ranks = ranks(case.ranks).run(projected, case)
+    for different, ran in of_ranks:
+        assert different == []
+        assert ran == of_ranks[0][1]
+    if case.exchange == HEADS and not case.frozen and not case.wrapped:
+        assert of_ranks[0][1] == [8 * groups + groups - 1 for groups in case.groups]
+
+
+def read_otherwise(group):
+    """Return by name whether what a program does with an output that has a product is right."""
+    q, k, v = (torch.randn(32, 2, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    weight, other = (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) for seed in (4, 5))
+    how, found = {"group": group, "settings": Settings(num_chunks=2, mode=2)}, {}
+    plain = run_attention(q, k, v, attend(Case()), **how).transpose(0, 1).flatten(2)
+
+    def output(weight=weight):
+        projection = Projection(weight=weight, bias=None)
+        o = run_attention(q, k, v, attend(Case()), projection=projection, **how).transpose(0, 1).flatten(2)
+        assert isinstance(o, ProjectedTensor)
+        return o
+
+    def right(name, y, expected):
+        found[name] = type(y) is torch.Tensor and torch.equal(y, expected)
+
+    right("another weight", linear(output(), other), linear(plain, other))
+    right("a bias", linear(output(), weight, other[:, 0]), linear(plain, weight, other[:, 0]))
+    right("a named weight", linear(output(), weight=weight), linear(plain, weight))
+    right("some rows", linear(output()[:, :8], weight), linear(plain[:, :8], weight))
+    right("rows in other places", linear(output().flip(1), weight), linear(plain.flip(1), weight))
+    right("another function", output() * 2, plain * 2)
+    o = output()
+    right("the product", linear(o, weight), linear(plain, weight))
+    right("the product again", linear(o, weight), linear(plain, weight))
+    o = output()
+    o.mul_(2)
+    right("changed rows", linear(o, weight), linear(plain * 2, weight))
+    changed = weight.clone()
+    o = output(changed)
+    changed.mul_(2)
+    right("a changed weight", linear(o, changed), linear(plain, changed))
+    o = output()
+    with torch.autocast("cpu", torch.bfloat16):
+        right("autocast", linear(o, weight), linear(plain, weight))
+    return found
+
+
+@promise("context-projection")
+def test_who_reads_the_output_otherwise_gets_the_output(ranks):
+    for found in ranks(2).run(read_otherwise):
+        assert len(found) == 11 and [name for name, right in found.items() if not right] == []
+
+
+def other_backs(group):
+    q, k, v = (torch.randn(18, 1, 4, 8) for _ in range(3))
+    try:
+        settings = Settings(num_chunks=2, mode=2)
+        run_attention(q, k, v, attend(Case()), group=group, settings=settings, by_rows=group.rank() == 0)
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_heads_come_back_otherwise_are_named(ranks):
+    for error in ranks(2).run(other_backs):
+        assert error.count("results in rows") == 1 and "rank 0: head_exchange of q, k, v" in error
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(2, 8), (3, 5), (4, 6), (5, 2)])

@@ -220,8 +220,25 @@ def wrapped_attention(model):
     assert calls
 
 
+@contextlib.contextmanager
+def changed_by_hooks(model):
+    """Hooks that write to what the projections of attention read, and put it back behind them."""
+    layers, written = [layer.self_attn.o_proj for layer in model.model.layers], []
+
+    def double(module, given):
+        written.append(given[0].mul_(2))
+
+    handles = [layer.register_forward_pre_hook(double) for layer in layers]
+    handles += [layer.register_forward_hook(lambda module, given, y: y / 2) for layer in layers]
+    yield
+    for handle in handles:
+        handle.remove()
+    assert len(written) == len(layers)
+
+
 HABITS = {
     "hooks": hooked,
+    "hooks that write": changed_by_hooks,
     "wrappers": wrapped_attention,
     "a mode": lambda model: Watching(),
     "CommDebugMode": lambda model: CommDebugMode(),
@@ -266,6 +283,84 @@ def with_habits(group, exchange):
 def test_what_one_rank_does_changes_no_collective(ranks, exchange):
     for found in ranks(2).run(with_habits, exchange):
         assert {name: (error, same) for name, (error, same) in found.items() if error > 1e-5 or not same} == {}
+
+
+class Doubled(torch.nn.Linear):
+    """A projection of the program's own, which changes what it reads."""
+
+    def forward(self, x):
+        return super().forward(x * 2)
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
+    return adapted.double()
+
+
+def with_doubled(model):
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.__class__ = Doubled
+    return model
+
+
+def of_projections(group):
+    """Return, for each kind of projection, the worst error of a gradient, and how many were multiplied beforehand."""
+    from ascend_parallel.patches.transformers import context_parallel
+
+    found = {}
+    for name, make in {"Linear": lambda model: model, "LoRA": with_lora, "another class": with_doubled}.items():
+        torch.manual_seed(0)
+        truth, batch = make(built(torch.float64)), batch_of(Case(), 0, 0)
+        truth(**batch).loss.backward()
+        torch.manual_seed(0)
+        model = make(built(torch.float64))
+        context = context_parallel(model, group)
+        ascend_parallel.configure(num_chunks=2)
+        try:
+            model(**context.cut(**batch)).loss.backward()
+        finally:
+            ascend_parallel.configure(num_chunks=1)
+        worst = 0.0
+        for weight, of_one_rank in zip(model.parameters(), truth.parameters(), strict=True):
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad, group=group)
+                worst = max(worst, float((weight.grad - of_one_rank.grad).abs().max() / of_one_rank.grad.abs().max()))
+        found[name] = worst, len(context.projecting), sum(weight.grad is not None for weight in model.parameters())
+    return found
+
+
+@promise("context-projection")
+def test_adapters_and_other_classes_of_the_projection_are_right(ranks):
+    for found in ranks(2).run(of_projections):
+        assert {name: error for name, (error, *_) in found.items() if not error < 1e-10} == {}
+        assert {name: count for name, (_, count, _) in found.items()} == {"Linear": 2, "LoRA": 2, "another class": 0}
+        assert found["LoRA"][2] == 4  # of the adapters alone
+
+
+def wrong_product(group):
+    """Return what a check says of a product that is off by a tenth on one rank."""
+    from ascend_parallel.overlap import context as overlapped
+    from ascend_parallel.patches.transformers import context_parallel
+
+    model, own = built(), overlapped.project
+    context = context_parallel(model, group)
+    batch = context.cut(**batch_of(Case(), 0, 0))
+    ascend_parallel.configure(num_chunks=2, verify_every=1)
+    wrong = (lambda *x: own(*x) * 1.1) if group.rank() == 1 else own
+    try:
+        with mock.patch.object(overlapped, "project", wrong):
+            model(**batch)
+    except ascend_parallel.VerificationError as error:
+        return str(error)
+    finally:
+        ascend_parallel.configure(num_chunks=1, verify_every=0)
+    return ""
+
+
+def test_a_check_compares_the_projection(ranks):
+    for error in ranks(2).run(wrong_product):
+        assert "the projection of call 1 is wrong on rank 1" in error
 
 
 def without_gradients(group):

@@ -128,6 +128,7 @@ def trained(group, case):
     true_loss, _, truth = step(built(case, torch.float64), arguments)
     model = built(case)
     context = context_parallel(model, group, exchange=case.exchange)
+    assert set(context.projecting) == {layer.self_attn for layer in model.model.layers}
     operator, part = own_tokens(case, context)
     different, worst, ran = [], [], []
     for groups in case.groups:
