@@ -48,7 +48,7 @@ PACKAGES = tuple(framework.title for framework in FRAMEWORKS if not framework.of
 STATE = "patches", "state"
 
 # Measured by benchmarks/host_cost.py --loops (benchmarks/README.md).
-LOOP_COST = "a pass of a layer in 4 chunks then costs the host up to 1.35 times what it costs with the loop in C++"
+LOOP_COST = "a pass of a layer in 4 chunks then costs the host up to 1.6 times what it costs with the loop in C++"
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
     "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
