@@ -79,6 +79,7 @@ REMAINS = {
     "tuning.launch.link.missing_right": MACHINE,
     "tuning.launch.user_namespaces.HOLDER": PLANTED,
     "tuning.measured.part_groups.seconds_of": MEASURED,
+    "tuning.measured.pass_times.TimedLinear.time_limits": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
     "tuning.measured.tuner.MeasuredBreakdowns.of": MEASURED,
     "tuning.measured.decider.Decider.known_of_layer": MEASURED,
