@@ -173,6 +173,7 @@ def _places(layers: ModuleType) -> tuple[_Place, ...]:
             for module, name in named
         ),
         _place_of(torch, "matmul", None),
+        _place_of(torch, "matmul", None, owner="Tensor"),  # the gradients' products
     )
 
 
@@ -182,7 +183,7 @@ def _place_of(
     """Return a name in `module`, or in its class `owner`; as in `_Place`."""
     holder = vars(getattr(module, owner)) if owner else vars(module)
     text = ".".join(filter(None, (module.__name__, owner, name)))
-    return _Place(holder, name, home, text, holder[name] if home is None else None, communicates)
+    return _Place(holder, name, home, text, holder.get(name) if home is None else None, communicates)
 
 
 def _own(attribute: object, home: ModuleType, name: str) -> bool:

@@ -111,13 +111,14 @@ def replaced_in_autograd(group):
         "gather": (mappings, "_gather_along_first_dim", mappings._reduce),
         "class": (module, AUTOGRAD, type(AUTOGRAD, (linear,), {})),
         "matmul": (torch, "matmul", lambda x, w, matmul=torch.matmul: 2 * matmul(x, w)),
+        "gradients' matmul": (torch.Tensor, "matmul", lambda x, w, matmul=torch.Tensor.matmul: 2 * matmul(x, w)),
         "harmless": (linear, "forward", mindspeed["linear_forward_main_grad_wrapper"](forward)),
     }
     found = {}
     with Layers(group.size()) as layers:
         x = torch.randn(64, 2, 96 // group.size())
         for name, (owner, method, replacement) in changes.items():
-            kept = vars(owner)[method]
+            kept = vars(owner).get(method)
 
             def make(layers, owner=owner, method=method, replacement=replacement):
                 setattr(owner, method, replacement)
@@ -127,7 +128,10 @@ def replaced_in_autograd(group):
                 alike, counts = plain_and_overlapped(layers, make, x)
                 covered = str(ascend_parallel.coverage(layers.make("RowParallelLinear")))
             finally:
-                setattr(owner, method, kept)
+                if kept is None:  # its class holds none: a base does
+                    delattr(owner, method)
+                else:
+                    setattr(owner, method, kept)
             found[name] = (alike, bool(counts), covered)
         found["none"] = str(ascend_parallel.coverage(layers.make("RowParallelLinear")))
     return found
@@ -144,13 +148,15 @@ def test_what_was_replaced_in_the_autograd_functions_stays_in_force(ranks):
             ("gather", "mappings._gather_along_first_dim is _reduce of megatron.core.tensor_parallel.mappings"),
             ("class", f"layers.{AUTOGRAD} is test_megatron_unusual_calls.{AUTOGRAD}"),
             ("matmul", "torch.matmul is <lambda> of test_megatron_unusual_calls"),
+            ("gradients' matmul", "torch.Tensor.matmul is <lambda> of test_megatron_unusual_calls"),
         ):
             alike, ran, covered = found[name]
             assert alike == [True, True], name
             # Between the layer's collectives, where Megatron's functions take a group.
-            assert ran == (VERSION >= (0, 13) and name in ("forward", "backward", "class", "matmul")), name
+            multiplies = name in ("forward", "backward", "class") or "matmul" in name
+            assert ran == (VERSION >= (0, 13) and multiplies), name
             assert covered.startswith("0 of 1 linear layers covered"), name
-            where = "" if name == "matmul" else "megatron.core.tensor_parallel."
+            where = "" if "matmul" in name else "megatron.core.tensor_parallel."
             assert f"what it computes was replaced: {where}{what}" in covered
         assert found["harmless"] == ([True, True], True, "1 of 1 linear layers covered")
         assert found["none"] == "1 of 1 linear layers covered"
