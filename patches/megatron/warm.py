@@ -86,7 +86,14 @@ class WarmCalls:
         framework = self._framework
         group = framework.group_of(layer)
         calls = self._of_groups.get(group)
-        if calls is None or (options := calls.get(_key(layer, kind, x, weight, gathers))) is None:
+        if calls is None:
+            return None
+        key = _key(layer, kind, x, weight, gathers)
+        try:
+            options = calls.get(key)
+        except TypeError:  # the value of an option cannot be hashed
+            return None
+        if options is None:
             return None
         if framework.region_choice.on or framework.region_choice.undecided or self._any_replaced(layer):
             return None
@@ -124,22 +131,26 @@ def _key(
     layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor | None, gathers: bool | None
 ) -> tuple[Hashable, ...]:
     """Return the plain values that decide a call."""
-    config, parsed, parameters = layer.config, arguments(), layer._parameters
+    config, parsed, parameters, held, own_type = layer.config, arguments(), layer._parameters, vars(layer), type(layer)
     own = parameters.get("weight")
     used = own if weight is None else weight
     return (
         kind,
         gathers,
-        type(layer),
+        own_type,
+        getattr(own_type, "weight", None),  # a class's property, or a plain attribute, goes before a parameter
+        getattr(own_type, "bias", None),
+        held.get("weight"),
+        held.get("bias"),
         "parametrizations" in layer._modules,
         type(x),
         weight is None,
         type(used),
         None if used is None else used.shape,
         getattr(own, "partition_stride", 1),
-        type(parameters.get("bias")),
+        type(parameters.get("bias", layer)),  # one that is no parameter is not None
         type(config),
-        *map(vars(layer).get, OF_LAYERS),
+        *map(held.get, OF_LAYERS),
         *map(vars(config).get, OF_CONFIGS),
         *(() if parsed is None else map(vars(parsed).get, CONFLICTS)),
     )

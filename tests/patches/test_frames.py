@@ -116,6 +116,37 @@ def test_a_warm_call_notices_what_the_program_has_changed(group):
             assert y.equal(true_y) and (bias is None) == (true_bias is None), what
 
 
+def doubled(name):
+    return property(lambda layer: 2 * layer._parameters[name])
+
+
+# What a program may put before a parameter, or where no parameter was, and an option that no key can hold.
+BEFORE_PARAMETERS = {
+    "its class's weight": lambda layer: setattr(type(layer), "weight", doubled("weight")),
+    "its class's bias": lambda layer: setattr(type(layer), "bias", doubled("bias")),
+    "an attribute": lambda layer: vars(layer).update(bias=2 * layer.bias.detach()),
+    "a buffer": lambda layer: (delattr(layer, "bias"), layer.register_buffer("bias", torch.ones(48))),
+    "an option": lambda layer: setattr(layer.config, "tp_2d", []),
+}
+
+
+@on_ranks(2)
+def test_a_warm_call_reads_a_weight_and_a_bias_where_the_layer_has_them(group):
+    with Layers(group.size()) as layers:
+        for what, change in BEFORE_PARAMETERS.items():
+            ascend_parallel.configure(num_chunks=4)
+            layer, x = made(layers, "ColumnParallelLinear", True)
+            layer.__class__ = type("Own", (type(layer),), {})
+            if what == "a buffer":
+                layer.register_parameter("bias", None)
+            warm(layer, x)
+            assert not functions_of(lambda layer=layer, x=x: layer(x))[1][DECIDES], what
+            change(layer)
+            y, _ = layer(x)
+            ascend_parallel.configure(num_chunks=1)
+            assert y.equal(layer(x)[0]), what
+
+
 @on_ranks(2)
 def test_a_warm_call_notices_replaced_functions_and_conflicts(group):
     with Layers(group.size()) as layers:
