@@ -182,6 +182,13 @@ if FAULT:
             pending.wait().mul_(2)
         return pending
     linear.start_matmul_all_reduce = faulty
+    in_loop = linear.run_column_gradients  # the same gradient where a loop in C++ has it
+    def faulty_in_loop(dy, w, x, group, decision):
+        found = in_loop(dy, w, x, group, decision)
+        if dist.get_rank() == 1 and found is not None and dy.shape[-1] == 96:
+            found[0].mul_(2)
+        return found
+    linear.run_column_gradients = faulty_in_loop
 dist.init_process_group("gloo")
 with megatron_on_cpu():
     start_model_parallel(dist.get_world_size())

@@ -125,12 +125,13 @@ def test_a_listing_is_what_the_command_prints(monkeypatch, page, command):
     listing = rf"^```\w*\n\$ {re.escape(command)}\n(.*?)^```$"
     (shown,) = re.findall(listing, (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     program, *words = command.split()
+    as_redirected = CliRunner(env={"COLUMNS": None})  # pytest gives processes that test beside each other its own
     if program == "python":
         shown_by = typer.Typer()
         shown_by.command()(published_gains.main)
-        printed = CliRunner().invoke(shown_by, words[1:])
+        printed = as_redirected.invoke(shown_by, words[1:])
     else:
-        printed = CliRunner().invoke(app, words)
+        printed = as_redirected.invoke(app, words)
     assert printed.exit_code == 0, printed.output
     assert [line.rstrip() for line in printed.stdout.splitlines()] == shown.splitlines()
 

@@ -21,7 +21,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "predict.md"
 def runner(command):
     app = typer.Typer()
     app.command()(command)
-    return lambda *words: CliRunner().invoke(app, list(words))
+    # In the width of redirected output: where several processes test, pytest gives them its own COLUMNS.
+    return lambda *words: CliRunner(env={"COLUMNS": None}).invoke(app, list(words))
 
 
 @pytest.fixture(scope="module")
