@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -21,33 +21,21 @@ from ascend_parallel.ops.without_modes import modes_are_on, without_grad_and_mod
 class _Made:
     """Rows in the order in which they were made; what is finished, or held by nobody, is dropped now and then."""
 
-    def __init__(self) -> None:
-        self._rows: deque[weakref.ReferenceType[LazyRows]] = deque()
-        self._kept = 0  # when they were looked at last
-
-    def add(self, rows: LazyRows) -> None:
-        self._rows.append(weakref.ref(rows))
-        if len(self._rows) > 2 * self._kept + 1000:
-            self.unfinished()
-
-    def unfinished(self) -> list[LazyRows]:
-        found = []
-        with suppress(IndexError):  # another thread looks too
-            for _ in range(len(self._rows)):
-                reference = self._rows.popleft()
-                if (rows := reference()) is not None and not rows.finished:
-                    found.append(rows)
-                    self._rows.append(reference)
-        self._kept = len(found)
-        return found
-
-
-_MADE = _Made()
+    rows: ClassVar[deque[weakref.ReferenceType[LazyRows]]] = deque()
+    most = 1000  # before they are looked at
 
 
 def unfinished_rows() -> list[LazyRows]:
     """Return all rows of this process that are not finished, in the order in which they were made."""
-    return _MADE.unfinished()
+    found = []
+    with suppress(IndexError):  # another thread looks too
+        for _ in range(len(_Made.rows)):
+            reference = _Made.rows.popleft()
+            if (rows := reference()) is not None and not rows.finished:
+                found.append(rows)
+                _Made.rows.append(reference)
+    _Made.most = 2 * len(found) + 1000
+    return found
 
 
 class LazyRows:
@@ -91,7 +79,9 @@ class LazyRows:
         self._part_of: LazyRows | None = None if part_of is None else part_of._part_of or part_of
         self._readers: list[weakref.ReferenceType[LazyRows]] = []
         self._followers: list[weakref.ReferenceType[LazyRows]] = []
-        _MADE.add(self)
+        _Made.rows.append(weakref.ref(self))
+        if len(_Made.rows) > _Made.most:
+            unfinished_rows()
 
     def up_to(self, stop: int) -> None:
         """Finish all rows before `stop`, for a reader in the current stream, without autograd and modes.

@@ -31,7 +31,7 @@ from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exc
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.npu_limits import EXPERT_OPERATORS, FUSED_OPERATORS, K_RANGE, engine, supports, takes_bias
-from ascend_parallel.ops.pending import Pending
+from ascend_parallel.ops.pending import Pending, run_collective
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.rows import Sizes
@@ -177,7 +177,9 @@ def _scatters_bias(like: torch.Tensor, group: dist.ProcessGroup, comm_mode: str 
     x_m, w = like.new_zeros(2 * group.size(), k), like.new_zeros(k, 16)
     rows = matmul_reduce_scatter(x_m, w, group, (), comm_mode=comm_mode, bias=bias).wait()
     right = (rows == bias).all().to(torch.int32)
-    dist.all_reduce(right, dist.ReduceOp.MIN, group=group)
+    run_collective(
+        "the answer whether a reduce-scatter adds a bias", dist.all_reduce, right, group=group, op=dist.ReduceOp.MIN
+    )
     return bool(right.item())
 
 

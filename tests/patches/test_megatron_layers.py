@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fused_gradients import install
 from layers import Layers, same
 from logged import logged
+from loops import PYTHON, REASON, loop_of
 from marks import promise
 from pool import on_ranks
 
@@ -310,37 +312,50 @@ def test_coverage_is_said(ranks):
     assert off == f"0 of 1 linear layers covered (1 ColumnParallelLinear: {why})"
 
 
-@on_ranks(2)
-def test_nothing_stands_between_a_layer_and_its_kernel(group):
-    """Ten frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
-    from ascend_parallel.ops import chunked
-
+def frames_below(module, *names):
+    """Run a row and a column layer; return the names of the frames from the layer's forward to each function."""
     steps = {}
 
-    def stepped(name, kernel):
+    def stepped(name, original):
         def run(*args, **kwargs):
             frame, frames = sys._getframe(1), [name]
             while frames.count("forward") < 2:  # of the autograd function, then of Megatron-core's layer
                 frames.append(frame.f_code.co_name)
                 frame = frame.f_back
-            steps[name] = frames[::-1]
-            return kernel(*args, **kwargs)
+            steps.setdefault(name, []).append(frames[::-1])
+            return original(*args, **kwargs)
 
-        return mock.patch.object(chunked, name, run)
+        return mock.patch.object(module, name, run)
 
-    with Layers(group.size()) as layers, contextlib.ExitStack() as stack:
-        for name in ("matmul_all_reduce", "all_gather_matmul"):
-            stack.enter_context(stepped(name, getattr(chunked, name)))
+    with Layers(dist.get_world_size()) as layers, contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(stepped(name, getattr(module, name)))
         ascend_parallel.configure(num_chunks=4)
         layers.make("RowParallelLinear")(torch.randn(64, 2, 48))
         layers.make("ColumnParallelLinear", config={"sequence_parallel": True})(torch.randn(64, 2, 96))
+    return steps
+
+
+OF_LAYERS = [
+    ["forward", "run_linear", "run_covered", "_run", f"run_{kind}", "apply", "forward", f"{kind}_forward"]
+    for kind in ("row", "column")
+]
+
+
+@on_ranks(2)
+def test_nothing_stands_between_a_layer_and_its_kernel(_group):
+    """Ten frames, `apply` is torch's: no wrapper and no closure in which a reader loses the input."""
+    from ascend_parallel.ops import chunked, loop_operators
+
+    with loop_of(PYTHON):
+        steps = frames_below(chunked, "matmul_all_reduce", "all_gather_matmul")
+    row, column = OF_LAYERS
     assert steps == {
-        "matmul_all_reduce": [
-            *("forward", "run_linear", "run_covered", "_run", "run_row", "apply", "forward", "row_forward"),
-            *("start_matmul_all_reduce", "matmul_all_reduce"),
-        ],
-        "all_gather_matmul": [
-            *("forward", "run_linear", "run_covered", "_run", "run_column", "apply", "forward", "column_forward"),
-            *("run_all_gather_matmul", "all_gather_matmul"),
-        ],
+        "matmul_all_reduce": [[*row, "start_matmul_all_reduce", "matmul_all_reduce"]],
+        "all_gather_matmul": [[*column, "run_all_gather_matmul", "all_gather_matmul"]],
     }
+    if not REASON:  # the loop in C++ is called by the last frame
+        steps = frames_below(loop_operators, "run_in_loops")
+        assert steps == {
+            "run_in_loops": [[*row, "run_all_reduce", "run_in_loops"], [*column, "run_all_gather", "run_in_loops"]]
+        }
