@@ -343,9 +343,17 @@ Work work_of(const std::string& full, const std::vector<Argument>& arguments) {
   work.duration = Nanos(1e3 * std::max({busy, moved, table["kernel"]}));
   work.computes = tells || moves(held, floats);
   const bool gathers = has(name, "AllGatherMatmul"), scatters = has(name, "MatmulReduceScatter");
-  if (tensors.single.size() < 3 || !(gathers || scatters || has(name, "MatmulAllReduce"))) return work;
-  work.fused = gathers ? "all-gather" : scatters ? "reduce-scatter" : "all-reduce";
+  const bool before = has(name, "AlltoAllMatmul"), behind = has(name, "MatmulAlltoAll");  // of an exchange, with a product
+  if (tensors.single.size() < 3 || !(gathers || scatters || before || behind || has(name, "MatmulAllReduce"))) return work;
+  work.fused = gathers ? "all-gather" : scatters ? "reduce-scatter" : before || behind ? "exchange" : "all-reduce";
   const Tensor &x = *tensors.single[0], &weight = *tensors.single[1];
+  if (before || behind) {
+    const double k = double(weight.dims[0]), n = double(weight.dims.back()), rows = numel(x) / k;
+    work.shape = " " + std::to_string(int64_t(rows)) + " x " + std::to_string(int64_t(k)) + " x " + std::to_string(int64_t(n));
+    work.duration = Nanos(1e3 * matmul_us(x.dtype, 1, rows, n, k));
+    work.fused_bytes = before ? bytes_of(x) : rows * n * double(item_bytes(x.dtype));
+    return work;
+  }
   work.fused_of_rank = gathers || scatters;
   work.fused_bytes = bytes_of(gathers ? x : *tensors.single.back());
   if (gathers)  // it multiplies the rows of all ranks: those of its result

@@ -480,6 +480,20 @@ std::vector<Use> of_all(const void* own, uint64_t number, const void* all, const
   return uses;
 }
 
+// `sent` and `taken`: items to and from each rank, and where they lie.
+void all_to_all(Segment& group, const char* from, char* to, const std::vector<uint64_t>& sent, const std::vector<uint64_t>& sent_at, const std::vector<uint64_t>& taken,
+                const std::vector<uint64_t>& taken_at, size_t item, const std::string& what) {
+  int own = group.rank;
+  if (sent[own] != taken[own]) throw std::runtime_error(what + ": rank " + std::to_string(own) + " sends itself " + std::to_string(sent[own]) + " and takes " + std::to_string(taken[own]));
+  memmove(to + taken_at[own] * item, from + sent_at[own] * item, sent[own] * item);
+  std::vector<Transfer> transfers;
+  for (int k = 1; k < group.ranks; k++) {
+    int next = (own + k) % group.ranks, last = (own - k + group.ranks) % group.ranks;
+    transfers.push_back({true, next, const_cast<char*>(from) + sent_at[next] * item, sent[next] * item});
+    transfers.push_back({false, last, to + taken_at[last] * item, taken[last] * item});
+  }
+  move(group, transfers, what);
+}
 int exchange(HcclComm communicator, aclrtStream stream, const char* name, const void* from, const std::vector<uint64_t>& sent, const std::vector<uint64_t>& sent_at,
              const void* to, const std::vector<uint64_t>& taken, const std::vector<uint64_t>& taken_at, int type) {
   size_t item = bytes_of(type);
@@ -490,18 +504,7 @@ int exchange(HcclComm communicator, aclrtStream stream, const char* name, const 
     uses.push_back(writes(static_cast<const char*>(to) + taken_at[i] * item, taken[i] * item));
   }
   return collective(communicator, stream, name, what, {"exchange", std::max(total(sent), total(taken)) * double(item), is_floating(type)}, uses, [=](Segment& group) {
-    auto* source = static_cast<const char*>(from);
-    auto* target = static_cast<char*>(const_cast<void*>(to));
-    int own = group.rank;
-    if (sent[own] != taken[own]) throw std::runtime_error(what + ": rank " + std::to_string(own) + " sends itself " + std::to_string(sent[own]) + " and takes " + std::to_string(taken[own]));
-    memmove(target + taken_at[own] * item, source + sent_at[own] * item, sent[own] * item);
-    std::vector<Transfer> transfers;
-    for (int k = 1; k < group.ranks; k++) {
-      int next = (own + k) % group.ranks, last = (own - k + group.ranks) % group.ranks;
-      transfers.push_back({true, next, const_cast<char*>(source) + sent_at[next] * item, sent[next] * item});
-      transfers.push_back({false, last, target + taken_at[last] * item, taken[last] * item});
-    }
-    move(group, transfers, what);
+    all_to_all(group, static_cast<const char*>(from), static_cast<char*>(const_cast<void*>(to)), sent, sent_at, taken, taken_at, item, what);
   });
 }
 
@@ -678,6 +681,7 @@ API int emulated_fused(const char* collective, const char* name, void* from, voi
     auto each = equal(number, group.ranks), at = multiples(number, group.ranks);
     if (kind == "all-reduce") all_reduce(group, (char*)from, (char*)to, number, type, HCCL_REDUCE_SUM, what);
     else if (kind == "reduce-scatter") reduce_scatter(group, (char*)from, (char*)to, each, at, type, HCCL_REDUCE_SUM, what);
+    else if (kind == "all-to-all") all_to_all(group, (char*)from, (char*)to, each, at, each, at, bytes_of(type), what);
     else all_gather(group, (char*)from, (char*)to, each, at, bytes_of(type), what);
     return 0;
   } catch (const std::exception& thrown) {

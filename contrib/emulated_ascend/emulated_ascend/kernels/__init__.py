@@ -5,8 +5,8 @@ import importlib
 from .table import KERNELS, register
 
 for name in (
-    "attention", "elementwise", "experts", "foreach", "fused", "indexing", "matmul", "norms", "optimizers", "quantised",
-    "random", "reductions",
+    "attention", "elementwise", "exchanged", "experts", "foreach", "fused", "indexing", "matmul", "norms", "optimizers",
+    "quantised", "random", "reductions",
 ):  # fmt: skip
     importlib.import_module(f"{__name__}.{name}")
 
