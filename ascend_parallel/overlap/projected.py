@@ -33,6 +33,11 @@ class Projection:
     bias: torch.Tensor | None
     on_use: Callable[[], object] | None = None
 
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+        """Return the linear layer of a weight and maybe a bias."""
+        return cls(weight=weight, bias=bias)
+
     def operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias as ``linear`` would multiply them here: cast where autocast casts."""
         return cast_by_autocast(self.weight), None if self.bias is None else cast_by_autocast(self.bias)
@@ -85,7 +90,7 @@ class ProjectedTensor(torch.Tensor):
         """Return the product where ``linear`` asks for it; run every other function on o, a plain tensor."""
         x = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
-            if func is linear and isinstance(x, ProjectedTensor) and not kwargs:
+            if func in LINEAR and isinstance(x, ProjectedTensor) and not kwargs:
                 return x._linear(*args[1:])
             result = func(*args, **(kwargs or {}))
             if func in _VIEWS and isinstance(x, ProjectedTensor) and result.data_ptr() == x.data_ptr():
@@ -112,6 +117,8 @@ def _with_product(o: torch.Tensor, product: _Product) -> ProjectedTensor:
     return made
 
 
+# As models call them, and as planned models do.
+LINEAR = (linear, torch.ops.aten.linear.default)
 _VIEWS = (
     torch.Tensor.reshape,
     torch.Tensor.view,
@@ -119,6 +126,12 @@ _VIEWS = (
     torch.Tensor.contiguous,
     torch.Tensor.permute,
     torch.Tensor.transpose,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
 )
 
 

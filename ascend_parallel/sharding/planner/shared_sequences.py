@@ -15,7 +15,7 @@ from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, HEADS
 from ascend_parallel.ops.registry import usual_chunks
 from ascend_parallel.settings import MAX_CHUNKS, Settings
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, SharedSequence, Value
-from ascend_parallel.sharding.layout import Layout, shard
+from ascend_parallel.sharding.layout import Layout, largest_local_shape, shard
 from ascend_parallel.sharding.planner.operator_cost import passes
 from ascend_parallel.sharding.planner.operator_strategy import where
 from ascend_parallel.sharding.planner.options import Option, differentiable_values
@@ -31,8 +31,13 @@ from ascend_parallel.sharding.rules.axes import arguments, place
 from ascend_parallel.tuning.cost_model.cost import CostModel
 from ascend_parallel.tuning.cost_model.shared_attention import ExchangePrice
 
+Readers = Mapping[Value, Sequence[tuple[str, int]]]
+"""The readers of each tensor, as `Graph.readers` returns them."""
+
 # What may stand between the repetition of keys and attention, and moves no head.
 AFTER_REPEATING = ("reshape", "view", "_unsafe_view", "clone", "contiguous")
+# What may stand between attention and its projection, and leaves the numbers where they are.
+BEFORE_PROJECTION = ("transpose", "permute", "contiguous", "reshape", "view", "_unsafe_view", "flatten")
 
 
 def check_exchange(exchange: str | None, groups: int | None, *, shared: bool, option: str = "sequence") -> None:
@@ -72,13 +77,16 @@ def with_shared_sequences(graph: Graph, ranks: int, exchange: str = "", groups: 
     """
     if ranks == 1:
         return graph
-    nodes, differentiable = {}, differentiable_values(graph)
+    nodes, differentiable, readers = {}, differentiable_values(graph), graph.readers()
     for name, node in graph.nodes.items():
         call = node.call
         fits = call is not None and call.name.startswith(NAME) and _fits(call, ranks)
         if call is not None and fits and not _mask_is_learnt(node, differentiable):
             repeats = gcd(*(_repeats(graph, node.inputs[index]) for index in (1, 2)))
-            call = replace(call, sequence=SharedSequence(exchange=exchange, groups=groups, repeats=repeats))
+            layer = projection_of(graph, readers, node)
+            projected = 0 if layer is None else layer.outputs[0].shape[-1]
+            sequence = SharedSequence(exchange=exchange, groups=groups, repeats=repeats, projected=projected)
+            call = replace(call, sequence=sequence)
             node = replace(node, call=call)
         nodes[name] = node
     return replace(graph, nodes=nodes)
@@ -124,6 +132,28 @@ def _repeats(graph: Graph, value: Value) -> int:
     if node.call.operator == "expand" and len(made) == 5 and (made[0], made[1] * made[2], *made[3:]) == tuple(shape):
         return int(made[2]) if node.call.inputs[0].shape[-3:-2] == (1,) else 1
     return 1
+
+
+def projection_of(graph: Graph, readers: Readers, node: Node) -> Node | None:
+    """Return the linear layer that alone reads an attention's output, with all features of a token as a row, or None.
+
+    readers: of the graph.
+
+    Whether it does so on a rank, its layouts say: `projected_registers` (runtime/compiler.py).
+    """
+    batch, heads, length, width = node.outputs[0].shape
+    value = Value(node.name)
+    while len(reading := readers[value]) == 1 and value not in graph.returned:
+        ((name, place),) = reading
+        reader = graph.nodes[name]
+        if reader.call is None or place:
+            return None
+        if reader.call.operator == "linear":
+            return reader if reader.call.inputs[0].shape == (batch, length, heads * width) else None
+        if reader.call.operator not in BEFORE_PROJECTION or len(reader.outputs) != 1:
+            return None
+        value = Value(name)
+    return None
 
 
 def shared_options(
@@ -182,8 +212,18 @@ def exchange_prices(
         forward, backward = passes(call, option, costs.shape, model) if computes else (0.0, 0.0)
         shared = shared_attention(call, option.inputs, costs.shape)
         wanted = call.sequence.exchange, call.sequence.groups
-        found = shared.prices((forward, backward), collective, *wanted)
+        projection = _projection_seconds(call, option, costs.shape, model) if computes else 0.0
+        found = shared.prices((forward, backward), collective, *wanted, projection)
     return found
+
+
+def _projection_seconds(call: OpCall, option: Option, mesh_shape: Sequence[int], model: CostModel) -> float:
+    """Return the seconds of the product that follows an attention, of a rank's tokens; with fewer heads it is a sum."""
+    if call.sequence is None or not call.sequence.projected or shard(HEADS_DIM) in option.outputs[0]:
+        return 0.0
+    batch, heads, tokens, width = largest_local_shape(call.outputs[0].shape, option.outputs[0], mesh_shape)
+    itemsize = call.outputs[0].dtype.itemsize
+    return model.products(batch * tokens, heads * width, call.sequence.projected, itemsize)[0]
 
 
 def settled(

@@ -181,7 +181,8 @@ def run(part: Part) -> Any:
 def run_shared(part: Part, dim: int) -> torch.Tensor:
     """Attend from this rank's tokens to the whole sequence, with the ranks along a mesh dimension.
 
-    The output [B, N, s, D] lies in memory as attention's on CPUs: tokens before heads.
+    The output [B, N, s, D] lies in memory as attention's on CPUs: tokens before heads. It may have the product of the
+    linear layer that follows (overlap/projected.py).
     """
     call, ranks = part.call, part.exchange_ranks(dim)
     exchange, groups = exchange_of(call, shared_attention(call, part.input_layouts, part.mesh_shape))
@@ -192,7 +193,16 @@ def run_shared(part: Part, dim: int) -> torch.Tensor:
     attention, group = _Attention(part, ranks), ranks.group
     borrower = attention.borrower if exchange == GATHER and _lends(call, len(q)) else None
     o = run_attention(
-        q, k, v, attention, group=group, settings=ranks.settings, known=known, exchange=exchange, borrower=borrower
+        q,
+        k,
+        v,
+        attention,
+        group=group,
+        settings=ranks.settings,
+        known=known,
+        exchange=exchange,
+        borrower=borrower,
+        projection=ranks.projection,
     )
     return o.permute(1, 0, 2, 3).contiguous().transpose(1, 2)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.clocks import runs_ahead
+from ascend_parallel.overlap.projected import Projection
 from ascend_parallel.settings import Settings
 from ascend_parallel.sharding.graph import OpCall, Ref
 from ascend_parallel.sharding.layout import SUM, Layout, Shape, bounds, local_shape
@@ -33,11 +34,14 @@ class ExchangeRanks:
         The index along the mesh dimension of each rank of `group`.
     settings
         In how many groups the experts, or the heads, are exchanged.
+    projection
+        Of an attention: the linear layer that reads its output, the same on all ranks.
     """
 
     group: dist.ProcessGroup
     places: Sequence[int]
     settings: Settings
+    projection: Projection | None = None
 
 
 FindExchangeRanks = Callable[[int], ExchangeRanks]

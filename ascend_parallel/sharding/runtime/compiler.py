@@ -5,6 +5,7 @@ Compiling runs no collective and makes no process group, so a plan for thousands
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 
 import torch
@@ -13,6 +14,7 @@ from ascend_parallel.sharding.graph import BUFFER, CALL, INPUT, Graph, Node, Val
 from ascend_parallel.sharding.layout import REPLICATE, Layout, forward, local_shape, with_placement
 from ascend_parallel.sharding.mesh import ProcessMesh
 from ascend_parallel.sharding.planner.operator_cost import own_step
+from ascend_parallel.sharding.planner.shared_sequences import Readers, projection_of
 from ascend_parallel.sharding.redistribute.costs import MeshCosts
 from ascend_parallel.sharding.redistribute.edges import Observer
 from ascend_parallel.sharding.redistribute.redistribute_local import redistribute_local
@@ -245,12 +247,49 @@ class _Compiler:
         local = local_call(call, layouts, given, mesh_shape, self._rank_plan.coordinate)
         own = own_collectives(call, layouts, mesh_shape)
         if exchanges(call, layouts, mesh_shape):
-            return Run(reads, self._given(node), node, local, None, keep, gathers, self._exchange_ranks)
+            projection = self._projection(node) if call.sequence is not None and not gathers else ()
+            reads, find = reads + projection, self._exchange_ranks
+            return Run(reads, self._given(node), node, local, None, keep, gathers, find, projection)
         all_reduce = None
         if own:
             count = Counting(self._rank_plan.counts, plan.mesh, node.module, Value(node.name), "inside")
             all_reduce = all_reducer(plan.mesh, plan.costs, count)
         return Run(reads, self._given(node), node, local, all_reduce, keep, gathers)
+
+    def _projection(self, node: Node) -> tuple[int, ...]:
+        """Return the registers of weight and bias of the linear layer that reads an attention's output, or nothing.
+
+        It multiplies a rank's rows as they come back, where neither they nor its weight have another layout for it,
+        and it is no kernel of its own. The same on all ranks.
+        """
+        layer = None if self._segments else projection_of(self._graph, self._readers, node)
+        if layer is None or layer.name in self._in_kernels or (self._again(layer) != self._again(node)):
+            return ()
+        plan, value = self._fused_plan, Value(node.name)
+        while value.node != layer.name:
+            ((reader, place),) = self._readers[value]
+            if value in plan.shared_layouts or plan.layouts[value] != plan.inputs[reader][place]:
+                return ()
+            value = Value(reader)
+        held = layer.inputs[1:]
+        for value, target in zip(held, plan.inputs[layer.name][1:], strict=True):
+            if value in plan.shared_layouts or plan.layouts[value] != target:
+                return ()
+        return tuple(map(self._value, held))
+
+    def _again(self, node: Node) -> str:
+        """Return the first node of the checkpointed block in which backward runs a node again; "": there is none."""
+        blocks = self._rank_plan.checkpointed_blocks if self._gradients else {}
+        return next((first for first, block in blocks.items() if node.name in block.nodes), "")
+
+    @cached_property
+    def _readers(self) -> Readers:
+        return self._graph.readers()
+
+    @cached_property
+    def _in_kernels(self) -> frozenset[str]:
+        """The nodes that run in a kernel."""
+        return frozenset(name for kernel in self._fused_plan.kernels.values() for name in kernel.nodes)
 
     def _exchange_ranks(self, mesh_dim: int) -> ExchangeRanks:
         mesh, rank_plan = self._plan.mesh, self._rank_plan

@@ -8,10 +8,11 @@ from functools import cached_property, partial
 
 import torch
 
+from ascend_parallel.overlap.projected import Projection
 from ascend_parallel.sharding.graph import Node
 from ascend_parallel.sharding.redistribute.edges import DifferentiableRedistribution
 from ascend_parallel.sharding.rules import LocalCall
-from ascend_parallel.sharding.rules.local import AllReduce, FindExchangeRanks
+from ascend_parallel.sharding.rules.local import AllReduce, ExchangeRanks, FindExchangeRanks
 from ascend_parallel.sharding.runtime.instructions import Instruction, Program, Registers, Step
 from ascend_parallel.sharding.runtime.overlapped_linear import Kernel
 from ascend_parallel.sharding.runtime.recompute_autograd import (
@@ -48,7 +49,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Run(Instruction):
-    """Run the rank's part of an operator. It reads its inputs, then the parameters that backward gathers again.
+    """Run the rank's part of an operator.
+
+    It reads its inputs, then the parameters that backward gathers again, then those of its projection.
 
     keep
         In a checkpointed block: keep the results for the second run.
@@ -56,6 +59,8 @@ class Run(Instruction):
         The inputs that backward gathers again.
     find_exchange_ranks
         For an operator that exchanges tokens or heads. It communicates again in the second run of a checkpointed block.
+    projection
+        For an attention that exchanges: the registers of weight and bias of the linear layer that reads its output.
     """
 
     node: Node
@@ -64,17 +69,19 @@ class Run(Instruction):
     keep: bool = False
     gathers: tuple[Gather, ...] = ()
     find_exchange_ranks: FindExchangeRanks | None = None
+    projection: tuple[int, ...] = ()
 
     def run(self, registers: Registers, step: Step) -> None:
         """Run the operator."""
         inputs = [registers[register] for register in self._inputs]
+        projection = Projection.of(*map(registers.__getitem__, self.projection)) if self.projection else None
         if step.results is not None:
-            outputs = self._checkpointed(inputs, step.results, step.stream)
+            outputs = self._checkpointed(inputs, step.results, step.stream, projection)
         elif self.gathers:
             with regather_in_backward([(inputs[each.place], each.again(registers)) for each in self.gathers]):
                 outputs = self.compute(inputs, step.stream)
         else:
-            outputs = self.compute(inputs, step.stream)
+            outputs = self.compute(inputs, step.stream, projection=projection)
         self.write(registers, outputs)
 
     @cached_property
@@ -86,17 +93,30 @@ class Run(Instruction):
         """Whether the operator itself communicates."""
         return self.all_reduce is not None or self.find_exchange_ranks is not None
 
-    def compute(self, inputs: Sequence[torch.Tensor], stream: str, all_reduce: AllReduce | None = None) -> Tensors:
+    def compute(
+        self,
+        inputs: Sequence[torch.Tensor],
+        stream: str,
+        all_reduce: AllReduce | None = None,
+        projection: Projection | None = None,
+    ) -> Tensors:
         """Return the outputs for these inputs; `stream` names the forward's random numbers."""
         names = f"{stream}/{self.node.name}" if self.local.draws else ""
-        outputs = self.local(inputs, all_reduce or self.all_reduce, names, self.find_exchange_ranks)
+        find = self.find_exchange_ranks if projection is None else partial(self._projecting, projection)
+        outputs = self.local(inputs, all_reduce or self.all_reduce, names, find)
         if len(outputs) != len(self.node.outputs):
             raise AssertionError(f"{self.node.name} gave {len(outputs)} of {len(self.node.outputs)} outputs")
         return outputs
 
-    def _checkpointed(self, inputs: list[torch.Tensor], results: SavedResults, stream: str) -> Tensors:
+    def _projecting(self, projection: Projection, mesh_dim: int) -> ExchangeRanks:
+        assert self.find_exchange_ranks is not None
+        return replace(self.find_exchange_ranks(mesh_dim), projection=projection)
+
+    def _checkpointed(
+        self, inputs: list[torch.Tensor], results: SavedResults, stream: str, projection: Projection | None
+    ) -> Tensors:
         all_reduce = None if self.all_reduce is None else results.reducing(self.all_reduce, keep=self.keep)
-        run = partial(self.compute, inputs, stream, all_reduce)
+        run = partial(self.compute, inputs, stream, all_reduce, projection)
         return results.operator(run) if self.keep and not self.communicates else run()
 
 
