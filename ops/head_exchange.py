@@ -21,6 +21,7 @@ import torch
 
 from ascend_parallel.ops.call import HEAD_EXCHANGE
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.unfinished_heads import Places, UnfinishedHeads
 
 Heads = TypeVar("Heads", bound="SharedHeads")
 
@@ -73,8 +74,20 @@ class HeadGroup(SharedHeads):
 
     gathers = False
 
+    def places(self, heads: int) -> Places:
+        """Return where the group's heads lie among `heads` of queries or keys, rank after rank."""
+        each = heads // (len(self.lengths) * self.of)
+        firsts = range(0, heads, self.of * each)
+        return tuple((first + self.heads.start * each, first + self.heads.stop * each) for first in firsts)
+
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the group's heads of x [s, B, N, D], contiguous, rank after rank: [R s, B, n, D]."""
+        """Return the group's heads of x [s, B, N, D], contiguous, rank after rank: [R s, B, n, D].
+
+        Of heads that are still to be made, those of this group are made.
+        """
+        if isinstance(x, UnfinishedHeads):
+            alone = HeadGroup(range(len(self.heads)), len(self.heads), self.lengths, self.rank)
+            return alone.join(x.some(2, self.places(x.shape[2])))
         joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()
         return joined.flatten(3, 4).flatten(0, 1)
 

@@ -19,7 +19,8 @@ flight, and of those that come back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.decision import Decision
 from ascend_parallel.ops.operators import in_timeline
-from ascend_parallel.ops.pending import FinishingWork, Pending
+from ascend_parallel.ops.pending import IDLE_WORK, FinishingWork, Pending
 from ascend_parallel.ops.record import BESIDE, MATMUL, compute
 
 # Dispatches that are started before the first group is computed. All at once would share a link, and the first group
@@ -100,6 +101,7 @@ def part_exchange(
     routes_back: Sequence[Route[Group]] = (),
     under_first: Callable[[], object] | None = None,
     under_last: Callable[[], object] | None = None,
+    prepare: Callable[[torch.Tensor, Any], object] | None = None,
     last_pieces: Sequence[PartPiece] = (),
     as_pieces_come: Callable[[Pending], object] | None = None,
 ) -> None:
@@ -114,10 +116,13 @@ def part_exchange(
     are, and the number of tensors, must be the same on all ranks; the number of rows need not be. Raises
     `CollectiveError` if a rank fails.
 
+    prepare: ``prepare(x, group)`` makes a group's parts of one of `rows` before they are sent: those of later groups
+    while a wait has nothing else to do. It may be called again.
+
     last_pieces: the last group's result, the only one, comes back in these, one after the other. All other results are
     there when `as_pieces_come` is called, which may wait for each piece.
     """
-    exchange = _Exchange(rows, groups, results, group, decision, routes, routes_back, last_pieces)
+    exchange = _Exchange(rows, groups, results, group, decision, routes, routes_back, prepare, last_pieces)
     with in_timeline(decision, group):
         exchange.run(work, under_first, under_last, as_pieces_come)
     more = len(last_pieces) - 1 if last_pieces else 0
@@ -136,6 +141,7 @@ class _Exchange:
         decision: Decision,
         routes: Sequence[Route[Any]],
         routes_back: Sequence[Route[Any]],
+        prepare: Callable[[torch.Tensor, Any], object] | None,
         last_pieces: Sequence[PartPiece],
     ) -> None:
         self._rows, self._groups, self._results, self._group = rows, groups, results, group
@@ -149,6 +155,7 @@ class _Exchange:
         self._last_pieces, sizes = last_pieces, tuple(piece.sent_sizes[0] for piece in last_pieces)
         self._pieces = Pending(like, f"{names}_combine", group, len(sizes), sizes)
         self._received: list[Rows] = []
+        self._prepare = prepare
 
     def run(
         self,
@@ -158,7 +165,7 @@ class _Exchange:
         as_pieces_come: Callable[[Pending], object] | None,
     ) -> None:
         """Run the whole exchange; the order in which collectives start is the same on all ranks."""
-        with self._dispatch.launching(), self._combine.launching(), self._pieces.launching():
+        with self._dispatch.launching(), self._combine.launching(), self._pieces.launching(), self._preparing():
             for part_group in self._groups[:IN_FLIGHT]:
                 self._send(part_group)
             if under_first is not None:
@@ -180,10 +187,30 @@ class _Exchange:
                 as_pieces_come(self._pieces)
             self._pieces.wait()
 
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Prepare the groups that are not sent at once, inside this context, while waits have nothing else to do."""
+        later = [] if self._prepare is None else self._groups[IN_FLIGHT:]
+        idle = [functools.partial(self._prepare_all, part_group) for part_group in later]
+        IDLE_WORK.extend(idle)
+        try:
+            yield
+        finally:
+            for work in idle:
+                with suppress(ValueError):  # a wait has run it
+                    IDLE_WORK.remove(work)
+
+    def _prepare_all(self, part_group: PartGroup) -> None:
+        for x, route in zip(self._rows, self._routes, strict=True):
+            assert self._prepare is not None
+            self._prepare(x, route(part_group))
+
     def _send(self, part_group: PartGroup) -> None:
         received: list[torch.Tensor] = []
         for x, route in zip(self._rows, self._routes, strict=True):
             sending = route(part_group)
+            if self._prepare is not None:
+                self._prepare(x, sending)
             sizes = sending.received_sizes, sending.sent_sizes
             sent = compute(BESIDE, "join rows", sending.join, x)
             out = sent.new_empty(sum(sizes[0]), *sent.shape[1:])

@@ -23,7 +23,7 @@ group's heads come back in pieces of rows, and rows are multiplied as they come;
 runs in backward while the last gradients of q, k and v come back.
 
     forward    ... -> combine of the last group: rows 0 -> product of rows 0, rows 1 -> ... -> product of the last rows
-    backward   product -> dispatch 0, 1 -> ... -> combine of the last group, weight gradient
+    backward   columns of heads 0 -> dispatch 0, columns of heads 1 -> ... -> combine of the last group, weight gradient
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished
+from ascend_parallel.ops.unfinished_heads import UnfinishedHeads, heads_of_product
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.projected import ProjectedTensor, Projection, project, projection_gradients
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
@@ -495,7 +496,7 @@ def _backward(
         routes: list[Route[Heads]] = [*lent, *([own_route] * len(sums))]
         exchange([_lent(d_output)], results, routes=[_lent_route], routes_back=routes)
     elif not call.gathers:
-        exchange([d_output], [d_x for d_x in gradients if d_x is not None])
+        exchange([d_output], [d_x for d_x in gradients if d_x is not None], prepare=_make_heads)
     elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
         exchange([], sums)
     else:  # frozen keys and values: nothing comes back
@@ -520,9 +521,23 @@ def _d_output(
         return d_output
     assert weight is not None
     tokens, batch, heads = shape[:3]
-    d_rows = compute(MATMUL, "projection", torch.mm, d_y, weight)
+    d_rows = heads_of_product(d_y, weight, None, weight.shape[1] // heads, "projection")
     d_projected = d_rows.view(batch, tokens, heads, -1).transpose(0, 1)
-    return d_projected if d_output is None else d_output + d_projected
+    if d_output is not None:
+        return d_output + finished(d_projected)
+    return finished(d_projected) if call.gathers else _made_in_groups(d_projected, call.groups)
+
+
+def _made_in_groups(x: torch.Tensor, groups: Sequence[Heads]) -> torch.Tensor:
+    """Return heads x [s, B, N, D] that can be made group by group; if they cannot, or are there, a plain tensor."""
+    places = [heads.places(x.shape[2]) for heads in groups if isinstance(heads, HeadGroup)]
+    return x.finished_unless_cut(2, places) if isinstance(x, UnfinishedHeads) else x
+
+
+def _make_heads(x: torch.Tensor, heads: HeadGroup) -> None:
+    """Make a group's heads of x, if they are still to be made."""
+    if isinstance(x, UnfinishedHeads):
+        x.some(2, heads.places(x.shape[2]))
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:
