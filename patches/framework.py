@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -214,15 +214,6 @@ class Framework(ABC):
         if kind == ROW and known.original and self.leaves_rows_of(layer):
             known = known._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
         return known
-
-    def was_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> bool:
-        """Tell whether a call on `group` that was the same was left to the original: it is the whole decision.
-
-        call: everything that the decision depends on, beside these settings and the group.
-        """
-        decided = self.decider.groups.get(group)  # here: such a call is nothing but this look-up
-        left = decided is not None and call in decided.left_whole
-        return left and not (self.region_choice.on or self.region_choice.undecided)
 
     def agree(self, group: dist.ProcessGroup, device: torch.device, agreeing: dist.ProcessGroup | None = None) -> None:
         """Compare settings, and the plan on the ranks of `group`, which all call this; else raise on every rank.

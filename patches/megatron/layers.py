@@ -9,7 +9,7 @@ Written against megatron-core 0.10 to 0.19; the methods of `Megatron` hide the d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,7 @@ from ascend_parallel.patches.megatron.every_degree import (
 )
 from ascend_parallel.patches.megatron.original import AttributeOverlay, Output, lent_buffer
 from ascend_parallel.patches.megatron.uncovered import captures_each_layer, uncovered_column, uncovered_layer
-from ascend_parallel.patches.megatron.warm import WarmCalls
+from ascend_parallel.patches.megatron.warm import WarmCalls, measured_key
 from ascend_parallel.patches.megatron.wgrad import MegatronWeightGradient
 from ascend_parallel.settings import Settings
 
@@ -228,36 +228,6 @@ class Megatron(Framework):
             matmul, COLUMN, *features, layer.sequence_parallel, reduce_input_grad=_sums_input_grad(layer)
         )
 
-    def call_key(
-        self, layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None = None
-    ) -> tuple[Hashable, ...] | None:
-        """Return the plain values of a call that `prepare` reads; None: the call is not noted.
-
-        That is what the tuner distinguishes, and what `equals_original` and `with_options` look at. given: the weight
-        that the caller gives a column layer. A weight that is computed at each read is not noted.
-        """
-        weight = layer._parameters.get("weight") if given is None else given
-        if weight is None or torch.compiler.is_compiling():
-            return None
-        device = x.device
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        sums = (layer.allreduce_dgrad, layer.disable_grad_reduce) if kind == COLUMN else ()
-        return (
-            kind,
-            x.shape,
-            x.requires_grad,
-            device,
-            weight.shape,
-            weight.dtype,
-            weight.requires_grad,
-            torch.is_grad_enabled(),
-            autocast,
-            layer.sequence_parallel,
-            layer.gradient_accumulation_fusion,
-            layer.config.deterministic_mode,
-            sums,
-        )
-
     def equals_original(self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Tell whether Megatron-core's own layer computes what ours does for this call, gradients included.
 
@@ -292,14 +262,14 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        if (warm := megatron.warm.find(self, "column", input_, weight, runtime_gather_output)) is not None:
+        warm = megatron.warm.find(self, "column", input_, weight, runtime_gather_output)
+        if warm is True:
+            return original(self, input_, weight, runtime_gather_output)
+        if warm:
             used = self._parameters["weight"] if weight is None else weight
             bias = self._parameters["bias"]
             y = run_column(input_, used, None if self.skip_bias_add else bias, warm)
             return y, bias if self.skip_bias_add else None
-        key = megatron.call_key(self, "column", input_, weight) if megatron.notes_left_whole else None
-        if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
-            return original(self, input_, weight, runtime_gather_output)
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
         used, reason, multiplies = weight, megatron.left_alone(self), None
         if reason is None:  # a parametrised weight is recomputed at each read: it is read once
@@ -313,7 +283,11 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         assert used is not None
         if multiplies is not None:
             megatron.log_replaced(self, multiplies)
-        own = original if key is None else functools.partial(_left_whole, megatron, key, original)
+        own = (
+            functools.partial(_left_whole, megatron, "column", weight, original)
+            if megatron.notes_left_whole
+            else original
+        )
         call = LinearCall(
             layer=self,
             kind="column",
@@ -351,11 +325,11 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     def forward(self: Any, input_: torch.Tensor) -> Output:
-        if (warm := megatron.warm.find(self, "row", input_, None)) is not None:
-            return _row_output(megatron, self, run_row(input_, self._parameters["weight"], warm))
-        key = megatron.call_key(self, "row", input_) if megatron.notes_left_whole else None
-        if key is not None and megatron.was_left_whole(megatron.group_of(self), key):
+        warm = megatron.warm.find(self, "row", input_, None)
+        if warm is True:
             return original(self, input_)
+        if warm:
+            return _row_output(megatron, self, run_row(input_, self._parameters["weight"], warm))
         reason, multiplies = megatron.left_alone(self), None
         if reason is None:
             reason, multiplies = megatron.replacement(self)
@@ -366,7 +340,9 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if multiplies is not None:
             megatron.log_replaced(self, multiplies)
         weight: Any = self.weight if int8 is None or megatron.verifier is not None else None
-        own = original if key is None else functools.partial(_left_whole, megatron, key, original)
+        own = original
+        if megatron.notes_left_whole:
+            own = functools.partial(_left_whole, megatron, "row", None, original)
         call = LinearCall(
             layer=self,
             kind="row",
@@ -430,10 +406,17 @@ def _installed(
 
 
 def _left_whole(
-    megatron: Megatron, key: Hashable, original: OriginalForward, layer: Any, x: torch.Tensor, **options: Any
+    megatron: Megatron,
+    kind: str,
+    given: torch.Tensor | None,
+    original: OriginalForward,
+    layer: Any,
+    x: torch.Tensor,
+    **options: Any,
 ) -> Output:
-    """Run Megatron-core's own forward, and note that calls with this key are left to it."""
-    megatron.decider.note_left_whole(megatron.group_of(layer), key)
+    """Run Megatron-core's own forward, and note that such calls are left to it; given: a column layer's weight."""
+    if (key := measured_key(layer, kind, x, given)) is not None:
+        megatron.decider.note_left_whole(megatron.group_of(layer), key)
     return original(layer, x, **options)
 
 

@@ -1,8 +1,9 @@
 """Calls of Megatron-core's linear layers that were decided before: what was read then is the key of one look-up.
 
-A warm call takes the layer of its key, and runs. What is read of the layer, its configuration, the program's arguments
-and its operands is in the key; what may change beside them, the replaced functions and regions, is asked at each call.
-A call that the key does not describe in full is never kept: it is decided each time.
+A warm call takes the layer of its key, and runs; one that was left whole runs Megatron-core's own forward. What is read
+of the layer, its configuration, the program's arguments and its operands is in the key, with what is measured also
+their shapes; what may change beside them, the replaced functions and regions, is asked at each call. A call that the
+key does not describe in full is never kept: it is decided each time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_parallel.overlap.layer import ParallelLinear
+from ascend_parallel.overlap.layer_shape import COLUMN
 from ascend_parallel.overlap.weight_gradient import WeightGradient
 from ascend_parallel.patches.framework import Framework
 from ascend_parallel.patches.linear_call import LinearCall, layer_of
@@ -60,7 +62,7 @@ class WarmCalls:
         any_replaced: Callable[[Any], bool],
         weight_gradient: ToGradient,
     ) -> None:
-        """Keep none yet; none ever where each call is checked, measured, digested or needs the tree.
+        """Keep none yet; none ever where each call is checked, digested or needs the tree.
 
         any_replaced
             Tells whether a function behind a layer is not the framework's own.
@@ -70,25 +72,34 @@ class WarmCalls:
         settings = framework.settings
         self._framework, self._version = framework, version
         self._any_replaced, self._weight_gradient = any_replaced, weight_gradient
-        self._keeps = framework.verifier is None and not framework.decider.measures and settings.digests is None
+        self._keeps = framework.verifier is None and settings.digests is None
         self._keeps = self._keeps and not settings.arithmetic.forms_every_product
+        self._measures = framework.decider.measures
         self._of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[str, Any]]] = WeakKeyDictionary()
 
     def find(
         self, layer: Any, kind: str, x: torch.Tensor, weight: torch.Tensor | None, gathers: bool | None = None
-    ) -> ParallelLinear | None:
-        """Return the layer that runs a call of `layer` with x; None: it is to be decided.
+    ) -> ParallelLinear | bool | None:
+        """Return the layer that runs a call of `layer` with x; True: the original runs; None: it is to be decided.
 
         weight, gathers: as a column layer's caller gives them; None: the layer's own.
         """
         if not self._keeps or not dist.is_initialized():
             return None
-        framework = self._framework
+        framework, measured = self._framework, None
         group = framework.group_of(layer)
+        if self._measures:
+            if (measured := measured_key(layer, kind, x, weight)) is None:
+                return None
+            decided = framework.decider.groups.get(group)
+            if decided is None:
+                return None
+            if measured in decided.left_whole:
+                return None if framework.region_choice.on or framework.region_choice.undecided else True
         calls = self._of_groups.get(group)
         if calls is None:
             return None
-        key = _key(layer, kind, x, weight, gathers)
+        key = measured, _key(layer, kind, x, weight, gathers)
         try:
             options = calls.get(key)
         except TypeError:  # the value of an option cannot be hashed
@@ -114,17 +125,59 @@ class WarmCalls:
             return
         if call.own_matmul is not None or call.enter is not None or not _is_described(call, weight, gathers):
             return
-        group = framework.group_of(layer)
+        group, measured = framework.group_of(layer), None
         if framework.unconfirmed(group) is not None or self._any_replaced(layer):
             return
-        known = framework.prepare(layer, call.kind, call.x, call.weight, group)
+        if self._measures and (measured := measured_key(layer, call.kind, call.x, weight)) is None:
+            return
+        shared = call.sequence_dim is not None
+        known = framework.prepare(
+            layer,
+            call.kind,
+            call.x,
+            call.weight,
+            group,
+            sequence_parallel=shared,
+            reduce_input_grad=call.reduce_input_grad,
+        )
+        if known.original:
+            return
         options = dict(vars(layer_of(framework, call, group, known)))
         del options["group"]  # the table would keep it alive
         options["weight_gradient"] = WeightGradient()
         calls = self._of_groups.setdefault(group, {})
         if len(calls) == MOST_KEPT:
             calls.clear()
-        calls[_key(layer, call.kind, call.x, weight, gathers)] = options
+        calls[measured, _key(layer, call.kind, call.x, weight, gathers)] = options
+
+
+def measured_key(layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None) -> tuple[Hashable, ...] | None:
+    """Return the plain values of a call that decide what is measured of it; None: the call is not kept.
+
+    That is what the decider distinguishes, and what `equals_original` and `with_options` look at. given: the weight
+    that the caller gives a column layer. A weight that is computed at each read is not kept.
+    """
+    weight = layer._parameters.get("weight") if given is None else given
+    if weight is None or torch.compiler.is_compiling():
+        return None
+    device = x.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    sums = (layer.allreduce_dgrad, layer.disable_grad_reduce) if kind == COLUMN else ()
+    return (
+        kind,
+        x.shape,
+        x.requires_grad,
+        device,
+        weight.shape,
+        weight.dtype,
+        weight.requires_grad,
+        torch.is_grad_enabled(),
+        autocast,
+        layer.sequence_parallel,
+        layer.gradient_accumulation_fusion,
+        layer.config.deterministic_mode,
+        sums,
+    )
 
 
 def _key(

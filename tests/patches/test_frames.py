@@ -15,9 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from counted_functions import functions_of, in_words
+from fused_gradients import install
 from layers import Layers
 from loops import LOOPS, NATIVE, PYTHON, REASON, loop_of
-from planted_clocks import one_chunk_wins, planted
+from planted_clocks import auto_cuts_in_two, one_chunk_wins, planted
 from pool import on_ranks
 from torch.nn.utils import parametrizations
 
@@ -38,6 +39,7 @@ MOST = {
     ("RowParallelLinear", True): {NATIVE: (30, 27), PYTHON: (57, 63)},
     ("ColumnParallelLinear", True): {NATIVE: (32, 35), PYTHON: (66, 94)},
 }
+OF_AUTO = 6  # more of a call that auto has cut: what is measured of it, and the plan of each pass
 MOST_LEFT_WHOLE = 6  # with the questions whether torch.compile is at work
 
 
@@ -66,6 +68,41 @@ def test_a_warm_call_runs_few_functions_of_this_package(group, loop):
             _, backward = functions_of(lambda y=y, dy=dy: y.backward(dy))
             assert 0 < sum(forward.values()) <= most_forward, (kind, sequence_parallel, in_words(forward))
             assert 0 < sum(backward.values()) <= most_backward, (kind, sequence_parallel, in_words(backward))
+
+
+@on_ranks(2)
+def test_a_warm_call_that_auto_has_cut_runs_few_more(group):
+    """A plan has no sizes for the gather of a column layer's input in backward: it is whole, outside the C++ loop."""
+    with Layers(group.size()) as layers, auto_cuts_in_two():
+        for (kind, sequence_parallel), most in MOST.items():
+            most_forward, most_backward = most[PYTHON if REASON else NATIVE][0], most[PYTHON][1]
+            ascend_parallel.configure(auto=True)
+            layer, x = made(layers, kind, sequence_parallel)
+            warm(layer, x)
+            ascend_parallel.ops.COUNTS.clear()
+            (y, _), forward = functions_of(lambda layer=layer, x=x: layer(x))
+            _, backward = functions_of(lambda y=y: y.backward(torch.ones_like(y)))
+            assert any(count["chunks"] > count["calls"] for count in ascend_parallel.ops.COUNTS.as_dict().values())
+            assert sum(forward.values()) <= most_forward + OF_AUTO, (kind, sequence_parallel, in_words(forward))
+            assert sum(backward.values()) <= most_backward + OF_AUTO, (kind, sequence_parallel, in_words(backward))
+
+
+@on_ranks(2)
+def test_a_call_that_adds_to_main_grad_is_warm(group):
+    install()
+    with Layers(group.size()) as layers, auto_cuts_in_two():
+        for settings in ({"num_chunks": 4}, {"auto": True}):
+            for kind, sequence_parallel in MOST:
+                ascend_parallel.configure(**settings)
+                config = {"sequence_parallel": sequence_parallel, "gradient_accumulation_fusion": True}
+                layer, (_, x) = layers.make(kind, (64, 96), config=config), made(layers, kind, sequence_parallel)
+                layer.weight.main_grad = torch.zeros_like(layer.weight)
+                warm(layer, x)
+                (y, _), called = functions_of(lambda layer=layer, x=x: layer(x))
+                assert not called[DECIDES], (settings, kind, sequence_parallel)
+                before = layer.weight.main_grad.clone()
+                y.sum().backward()
+                torch.testing.assert_close(layer.weight.main_grad, before * 4 / 3)
 
 
 DECIDES = "ascend_parallel.patches.covered_call.run_covered"
@@ -222,6 +259,21 @@ def test_another_call_than_the_one_that_was_left_whole_is_decided_anew(group):
                 _, second = functions_of(lambda layer=layer, x=x: layer(x))
                 again = what == "frozen weight" and kind == "ColumnParallelLinear"  # ours, which has the bias' gradient
                 assert (sum(second.values()) > MOST_LEFT_WHOLE) == again, (kind, sequence_parallel, what)
+
+
+@on_ranks(2)
+def test_another_call_than_the_one_that_auto_has_cut_is_decided_anew(group):
+    with Layers(group.size()) as layers, auto_cuts_in_two():
+        for kind, sequence_parallel in (("RowParallelLinear", False), ("ColumnParallelLinear", True)):
+            for what, changed in CHANGES.items():
+                ascend_parallel.configure(auto=True)
+                layer, x = made(layers, kind, sequence_parallel)
+                warm(layer, x)
+                layer, x = changed(layer, x)
+                y, first = functions_of(lambda layer=layer, x=x: layer(x)[0])
+                assert first[DECIDES], (kind, sequence_parallel, what)
+                again, second = functions_of(lambda layer=layer, x=x: layer(x)[0])
+                assert not second[DECIDES] and again.equal(y), (kind, sequence_parallel, what)
 
 
 @on_ranks(2)
