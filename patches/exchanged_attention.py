@@ -80,9 +80,7 @@ def exchanged_attention(
 
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         q, k, v, *layer = given.values()
-        if own is not None:
-            return {"output": own(q, k, v)}
-        o = attention_in_turn(q, k, v, attention, group=group, exchange=exchange)
+        o = own(q, k, v) if own else attention_in_turn(q, k, v, attention, group=group, exchange=exchange)
         return {"output": o} | ({"projection": linear(o.transpose(0, 1).flatten(2), *layer)} if layer else {})
 
     def operators(known: Known, direction: str) -> str:

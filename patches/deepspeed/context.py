@@ -2,7 +2,8 @@
 
 `UlyssesSPAttentionHF.forward` gathers positions, sends q, k and v by an all-to-all each, computes attention on whole
 sequences, and sends back what it made. The replacement computes the same attention by the same function, in groups of
-heads. What DeepSpeed refuses it still refuses itself.
+heads, and multiplies the output projection of transformers' module under the last of them. What DeepSpeed refuses it
+still refuses itself.
 
 Written against DeepSpeed 0.19, deepspeed/runtime/sequence_parallel/ulysses_sp.py.
 """
@@ -17,6 +18,7 @@ import torch
 
 from ascend_parallel.overlap.context import Heads
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.patches.attention_projection import ProjectionsByUse
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
 from ascend_parallel.patches.deepspeed.layers import DeepSpeed
@@ -44,6 +46,7 @@ ON_TOP = OnTop(MODULE, patch_set)
 
 def ulysses_forward(original: Function, deepspeed: DeepSpeed) -> Function:
     """Make the method that replaces ``UlyssesSPAttentionHF.forward``."""
+    projections = ProjectionsByUse()
 
     @functools.wraps(original)
     def forward(
@@ -82,7 +85,9 @@ def ulysses_forward(original: Function, deepspeed: DeepSpeed) -> Function:
             return heads
 
         operands = query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
-        o = exchanged_attention(module, operands, attention, self.process_group, deepspeed, own=by_deepspeed)
+        projection, by_rows = projections.of(module, operands[0], value.shape[3])
+        how: dict[str, Any] = {"own": by_deepspeed, "projection": projection, "by_rows": by_rows}
+        o = exchanged_attention(module, operands, attention, self.process_group, deepspeed, **how)
         return o.transpose(0, 1).flatten(2), None
 
     return forward

@@ -1,7 +1,9 @@
 """DeepSpeed's Ulysses: models whose ranks share sequences, beside DeepSpeed's own exchange and the whole model."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -145,6 +147,46 @@ def test_ulysses_in_groups_of_heads_has_the_bits_of_deepspeed(ranks, case):
         assert worst < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[case.dtype]
         assert case.groups == ("auto",) or ran == list(case.groups)
         assert case.groups != (1, 2) or covered[1].endswith("attention of 2 layers: exchanged in 2 groups")
+
+
+def projected(group):
+    """Return whether outputs are DeepSpeed's, whether they are those of `project`, and its calls in two forwards.
+
+    On rank 1 a hook puts another tensor of the same numbers before the projections, in the last model.
+    """
+    from ascend_parallel.overlap import context
+
+    case, own, called = Case(), context.project, []
+    part = slice(64 * group.rank(), 64 * group.rank() + 64)
+
+    def spied(*operands, factor=1.0):
+        called.append(len(called))
+        return own(*operands) * factor
+
+    with sharing(group, case):
+        plain = step(case, built(case), part)[0]
+        ascend_parallel.configure(num_chunks=2, mode=2)
+        try:
+            with mock.patch.object(context, "project", functools.partial(spied, factor=1.1)):
+                wrong = step(case, built(case), part)[0]
+            model, calls = built(case), []
+            for layer in model.model.layers if group.rank() == 1 else ():
+                layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0] * 1,))
+            with mock.patch.object(context, "project", spied):
+                for _ in range(2):
+                    called.clear()
+                    found = step(case, model, part)[0]
+                    calls.append(len(called))
+        finally:
+            ascend_parallel.configure(num_chunks=1)
+    same = [torch.equal(found[name], plain[name]) for name in plain]
+    return all(same), not torch.equal(wrong["logits"], plain["logits"]), calls
+
+
+@promise("context-projection")
+def test_the_projection_of_transformers_module_runs_under_the_exchange(ranks):
+    of_ranks = ranks(2).run(projected)
+    assert of_ranks == [(True, True, [2, 2]), (True, True, [2, 0])]
 
 
 def left(group):
