@@ -37,6 +37,7 @@ from typing import Any
 
 PLAIN = "plain"
 CALLS = 5  # of a layer, one behind another
+MOST_STEPS = 70  # after which auto has timed whole steps
 FIELDS = ("step", "host", "busy", "starved", "exposed", "collectives", "kernels")
 
 
@@ -327,7 +328,7 @@ def steps_of(case: Case, chunks: list[str], rounds: int, captured: bool) -> dict
         ascend_parallel.configure(num_chunks=1)
     ways: dict[str, tuple[Any, Callable[[], object]]] = {name: (state, step) for name, state in states.items()}
     for name, state in states.items():
-        for _ in range(3 + deciding(name) + 20 * ("auto" in name)):
+        for _ in range(3 + deciding(name) + (MOST_STEPS if "auto" in name else 0)):
             with_state(state, step)
         if captured:
             graph = torch.npu.NPUGraph()

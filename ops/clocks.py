@@ -52,6 +52,35 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
     return max(host, milliseconds / 1e3)
 
 
+class Mark:
+    """A place in the program: when the host came to it, and when the current stream does, which is not waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Mark this place, in the stream behind all that was launched."""
+        self._event: Any = None
+        if runs_ahead(device.type):
+            self._event = torch.get_device_module(device).Event(enable_timing=True)
+            self._event.record()
+        self._host = time.perf_counter()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has done what was launched before; a device with more to do has not."""
+        return self._event is None or bool(self._event.query())
+
+    def seconds_until(self, end: Mark) -> float:
+        """Return the seconds to a later place, on the device or the host, whichever takes longer; wait for the end.
+
+        The device may have had work left at the first place: a host that is slower shows later.
+        """
+        host = end._host - self._host
+        if self._event is None:
+            return host
+        end._event.synchronize()
+        milliseconds: float = self._event.elapsed_time(end._event)
+        return max(host, milliseconds / 1e3)
+
+
 class Work(Protocol):
     """The handle of an asynchronous collective: torch.distributed's, or a wrapper of this package."""
 

@@ -42,6 +42,7 @@ SENTENCES = {
     "embedding": "the sum behind an embedding",
     # What is known beside the user's settings.
     "measured": "measured",
+    "in_steps": "timed in whole steps",
     "as_fast": "the framework's own layer is as fast",
     "tried": "tried",
     "planned": "the plan",

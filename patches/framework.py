@@ -215,6 +215,14 @@ class Framework(ABC):
             known = known._replace(original=False)  # a layer alone is as fast whole; its rows stay unfinished here
         return known
 
+    def enter(self, layer: Any, x: torch.Tensor, *, communicates: bool) -> None:
+        """Begin a call of `layer` while whole steps are timed; communicates: whether its forward has a collective."""
+        if not dist.is_initialized() or torch.compiler.is_compiling():
+            return
+        group = self.group_of(layer)
+        if group.size() > 1:
+            self.decider.enter(layer, x, group, communicates=communicates)
+
     def agree(self, group: dist.ProcessGroup, device: torch.device, agreeing: dist.ProcessGroup | None = None) -> None:
         """Compare settings, and the plan on the ranks of `group`, which all call this; else raise on every rank.
 

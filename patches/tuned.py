@@ -27,7 +27,9 @@ def decider_of(settings: Settings, *, measures: bool) -> Decider:
             log.warning("%s has no effect: %s", option, why)
     observed = settings.verify_every or settings.timeline is not None
     differs = settings.deterministic or not settings.recompute_all_gather or bool(settings.customized_coc)
-    return Decider(settings, measures=measures, original_if_whole=not (observed or differs))
+    original = not (observed or differs)
+    steps = settings.auto and not (settings.tune or settings.region or settings.strict) and original
+    return Decider(settings, measures=measures, original_if_whole=original, steps=steps)
 
 
 def all_kept_whole(settings: Settings) -> str | None:

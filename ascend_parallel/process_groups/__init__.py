@@ -12,6 +12,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from ascend_parallel.process_groups.backend import Backend, backend_of
 
+DESTROYED = (
+    "the process group of this layer was destroyed (torch.distributed.destroy_process_group, or Megatron-core's "
+    "destroy_model_parallel): make the model anew, on groups that exist"
+)
+
 
 def describe(group: dist.ProcessGroup) -> str:
     """Return a group in words: its description, or its name, and its global ranks.
@@ -19,7 +24,11 @@ def describe(group: dist.ProcessGroup) -> str:
     A group that is written in Python may have neither itself; torch's own table has its name.
     """
     name = group.group_desc if group.group_desc not in ("", "undefined") else c10d._get_process_group_name(group)
-    return f"group {name!r} of ranks {listed(dist.get_process_group_ranks(group))}"
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:
+        raise RuntimeError(DESTROYED) from None
+    return f"group {name!r} of ranks {listed(ranks)}"
 
 
 def listed(ranks: list[int]) -> str:
@@ -29,7 +38,10 @@ def listed(ranks: list[int]) -> str:
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Return the shorter of the time limits of the group and of its store (Megatron's groups have half an hour)."""
-    store: Any = c10d._get_process_group_store(group)
+    try:
+        store: Any = c10d._get_process_group_store(group)
+    except KeyError:
+        raise RuntimeError(DESTROYED) from None
     limit: timedelta = store.timeout
     return min(limit, group_timeout(group) or limit)
 
@@ -59,7 +71,10 @@ def wait_limit(group: dist.ProcessGroup, device: torch.device, backend: Backend 
     """
     if not (backend or backend_of(group, device)).blocks_host:
         return None
-    store: Any = c10d._get_process_group_store(group)
+    try:
+        store: Any = c10d._get_process_group_store(group)
+    except KeyError:
+        raise RuntimeError(DESTROYED) from None
     limit: timedelta = store.timeout
     return min(limit, getattr(getattr(group._get_backend(device), "options", None), "_timeout", None) or limit)
 

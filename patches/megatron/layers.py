@@ -262,6 +262,10 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
+        if megatron.decider.undecided:
+            megatron.enter(
+                self, input_, communicates=self.sequence_parallel and not getattr(self, "explicit_expert_comm", False)
+            )
         warm = megatron.warm.find(self, "column", input_, weight, runtime_gather_output)
         if warm is True:
             return original(self, input_, weight, runtime_gather_output)
@@ -325,6 +329,8 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
     """Make the method that replaces ``RowParallelLinear.forward``."""
 
     def forward(self: Any, input_: torch.Tensor) -> Output:
+        if megatron.decider.undecided:
+            megatron.enter(self, input_, communicates=not getattr(self, "explicit_expert_comm", False))
         warm = megatron.warm.find(self, "row", input_, None)
         if warm is True:
             return original(self, input_)

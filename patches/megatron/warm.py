@@ -94,6 +94,7 @@ class WarmCalls:
             decided = framework.decider.groups.get(group)
             if decided is None:
                 return None
+            measured = decided.way, *measured
             if measured in decided.left_whole:
                 return None if framework.region_choice.on or framework.region_choice.undecided else True
         calls = self._of_groups.get(group)
@@ -142,6 +143,8 @@ class WarmCalls:
         )
         if known.original:
             return
+        if measured is not None:
+            measured = framework.decider.groups[group].way, *measured
         options = dict(vars(layer_of(framework, call, group, known)))
         del options["group"]  # the table would keep it alive
         options["weight_gradient"] = WeightGradient()

@@ -32,6 +32,7 @@ from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
 from ascend_parallel.tuning.measured.part_groups import Run, common_groups, measured_groups
 from ascend_parallel.tuning.measured.pass_times import TimedLinear
 from ascend_parallel.tuning.measured.plan_file import PlanFile
+from ascend_parallel.tuning.measured.step_contest import ALONE, WHOLE, StepContest
 from ascend_parallel.tuning.measured.tuner import (
     ROUNDS,
     MeasuredBreakdowns,
@@ -58,8 +59,12 @@ class OfGroup:
         Of the file, and what was measured since; None: the file is not read yet.
     known
         By shape of a layer's call and whether it has gradients, or by exchange.
+    way
+        How the layers of whole steps run: `ALONE`, `WHOLE`, or in so many chunks.
+    contest
+        What decides the way; None: it is decided, or nothing but single passes is timed.
     left_whole
-        Calls that were left to the framework's own layer.
+        Calls that were left to the framework's own layer, behind their way.
     breakdowns
         The parts of passes that were timed.
     limited
@@ -68,6 +73,8 @@ class OfGroup:
 
     plan: Plan | None = None
     known: dict[Hashable, Known] = field(default_factory=dict)
+    way: int = ALONE
+    contest: StepContest | None = None
     left_whole: set[Hashable] = field(default_factory=set)
     breakdowns: MeasuredBreakdowns = field(default_factory=MeasuredBreakdowns)
     limited: bool = False
@@ -92,6 +99,7 @@ class Decider:
         measures: bool = True,
         keeps: bool = True,
         original_if_whole: bool = False,
+        steps: bool = False,
         hint: str = LONGER,
     ) -> None:
         """Measure, if the settings ask for it, into the file that ``settings.tune`` names.
@@ -102,12 +110,17 @@ class Decider:
             Whether exchanges are looked up in the plan file, and written to it.
         original_if_whole
             Whether the framework's own layer runs a call whose matmuls all stay in one chunk.
+        steps
+            Whether whole steps are timed as well, of layers that `enter` names.
         hint
             What the log says of a pass that communicates longer than it multiplies.
         """
         self._settings, self._keeps, self._original_if_whole, self._hint = settings, keeps, original_if_whole, hint
         self.measures = measures and settings.tunes
         """Whether calls are measured when they come."""
+        self._steps = steps and self.measures
+        self.undecided = self._steps
+        """Whether `enter` is to be called: the way of whole steps is not known on each group."""
         self._planned = known_of(settings)
         self._file = PlanFile(settings)
         self.groups: WeakKeyDictionary[dist.ProcessGroup, OfGroup] = WeakKeyDictionary()
@@ -132,6 +145,9 @@ class Decider:
         if not self.measures:
             return self._planned
         of_group = self._of(group)
+        if of_group.way != ALONE:
+            original = of_group.way == WHOLE and self._may_be_original(shape, group)
+            return Known(number=of_group.way, because=because("in_steps"), original=original)
         key = shape, backward
         if key not in of_group.known:
             assert shape.ranks == group.size()
@@ -153,11 +169,33 @@ class Decider:
             entries = [plan.entry_of(*operator) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
             of_group.known[key] = self._of_plan(plan, shape, group, cut=cut)
+            if of_group.contest is not None:
+                of_group.contest.changed(cut)
         return of_group.known[key]
 
     def _of_plan(self, plan: Plan | None, shape: LayerShape, group: dist.ProcessGroup, *, cut: bool) -> Known:
-        original = self._original_if_whole and not cut and _may_be_original(shape, group)
+        original = not cut and self._may_be_original(shape, group)
         return Known(plan=plan, because=because("as_fast" if original else "measured"), original=original)
+
+    def _may_be_original(self, shape: LayerShape, group: dist.ProcessGroup) -> bool:
+        """Tell whether the framework's own layer may run, and has our bits: sums over 3 ranks or more may be ours."""
+        scatters = shape.sequence_parallel and shape.ranks > 2
+        own_bits = not scatters or backend_of(group, torch.device(shape.device)).own_scatter
+        return self._original_if_whole and own_bits
+
+    def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, *, communicates: bool) -> None:
+        """Begin a call of a layer, in the way of this step; communicates: whether its forward has a collective."""
+        of_group = self._of(group)
+        contest = of_group.contest
+        if contest is None:
+            return
+        contest.enter(layer, x, group, communicates)
+        of_group.way = contest.way
+        if contest.decision is not None:
+            of_group.contest = None
+            self.undecided = any(each.contest is not None for each in self.groups.values())
+            if of_group.way != ALONE:
+                CHUNKS.update(dict.fromkeys(CHUNKS, of_group.way))
 
     def known_of_exchange(
         self,
@@ -202,15 +240,15 @@ class Decider:
         known = self._of(group).known.get(exchange)
         return known is not None and known.original
 
-    def note_left_whole(self, group: dist.ProcessGroup, call: Hashable) -> None:
+    def note_left_whole(self, group: dist.ProcessGroup, call: tuple[Hashable, ...]) -> None:
         """Note that a call was left to the original: it is the whole decision, and the next such call is a look-up.
 
         call: everything that the decision depends on, beside the settings and the group.
         """
-        left = self._of(group).left_whole
-        if len(left) == MOST_LEFT_WHOLE:
-            left.clear()
-        left.add(call)
+        of_group = self._of(group)
+        if len(of_group.left_whole) == MOST_LEFT_WHOLE:
+            of_group.left_whole.clear()
+        of_group.left_whole.add((of_group.way, *call))
 
     def keep(self, entry: Entry, group: dist.ProcessGroup, device: str) -> None:
         """Add an entry to the plan of `group`, and with COC_TUNE to the file."""
@@ -227,7 +265,8 @@ class Decider:
 
     def _of(self, group: dist.ProcessGroup) -> OfGroup:
         if group not in self.groups:
-            self.groups[group] = OfGroup()
+            self.groups[group] = OfGroup(contest=StepContest() if self._steps else None)
+            self.undecided = self._steps
         return self.groups[group]
 
     def _entry(self, shape: LayerShape, operator: LayerOperator, group: dist.ProcessGroup) -> Entry:
@@ -308,9 +347,3 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
 
 def _fewest(entry: Entry) -> tuple[Any, ...]:
     return len(entry.sizes), entry.sizes, entry.serial, entry.chosen
-
-
-def _may_be_original(shape: LayerShape, group: dist.ProcessGroup) -> bool:
-    """Tell whether the framework's own layer has our bits: sums over 3 ranks or more may be ours."""
-    scatters = shape.sequence_parallel and shape.ranks > 2
-    return not scatters or backend_of(group, torch.device(shape.device)).own_scatter

@@ -1,0 +1,247 @@
+"""Whole steps in turn: which cut of a group's layers wins where the host launches for all of them, and runs ahead.
+
+A pass that is timed alone does not show what its launches cost a step whose device waits for the host. Therefore the
+training itself is the contest: its steps run in turn with the framework's own layers, as each pass was decided alone,
+and in fixed numbers of chunks. Events in the device's stream time them, and nothing waits for the device. The winner
+runs in turn with the framework's own layers once more: among several ways a lucky one may be the fastest.
+
+Every rank of the group takes the same turns, by construction. A step begins with the call of one layer, the first whose
+forward has a collective: each rank makes that call as often as the others. Where a turn begins, ranks tell each other
+whether a forward still waits for its backward; if any does, or if their steps differ, what was decided alone stays. Its
+time is taken from the second such call on: the first one's collective has brought the ranks' devices together.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+
+from ascend_parallel.ops.chunk_loop import LOOP
+from ascend_parallel.ops.clocks import Mark
+from ascend_parallel.process_groups.backend import backend_of
+from ascend_parallel.process_groups.consistency import DisagreementError, is_capturing, store_all_gather
+from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
+
+log = logging.getLogger("ascend_parallel")
+
+# How the layers of a step run: as each pass was decided alone, as the framework's own, or in so many chunks.
+ALONE, WHOLE, COUNTS = 0, 1, (2, 4)
+ROUNDS = 7
+# The passes at which ranks compare their steps, until these are the same and regular.
+FIRST, LAST = 4, 4096
+# Calls without a new pass, in lengths of the longest one: its layer is no longer called.
+MOST_CALLS = 16
+STARVED = 0.5  # share of a step's calls at which the device had already done what was launched before the last one
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """The way that is kept, and why.
+
+    seconds
+        The median seconds of a step of each way, on the slowest rank; empty: nothing was timed.
+    starved
+        The share of the calls at which the device waits for the host, by way.
+    """
+
+    way: int
+    why: str
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    starved: Mapping[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the decision with its figures, in words."""
+        if not self.seconds:
+            return f"whole steps are not timed: {self.why}"
+        others = ", ".join(f"{_in_words(way)} {1e3 * spent:.2f}" for way, spent in self.seconds.items())
+        return f"whole steps in ms: {others}; {_in_words(self.way)} stay{'s' * (self.way == ALONE)}: {self.why}"
+
+
+def decide(times: Mapping[int, Sequence[float]], starved: Mapping[int, float]) -> StepDecision:
+    """Return the fastest way if it beats the framework's own layers; the seconds are those of the slowest rank."""
+    challengers = [way for way in times if way != WHOLE]
+    best = fastest(times, challengers)
+    contest, medians = Contest(times[WHOLE], times[best]), {way: median(spent) for way, spent in times.items()}
+    change = f"{100 * abs(contest.gain):.1f} %"
+    if contest.won:
+        return StepDecision(best, f"{change} faster than the framework's own layers", medians, starved)
+    lost = f"loses {contest.lost} of {len(times[best])} rounds"
+    why = f"{_in_words(best)} gains {change} and {lost}" if contest.gain > 0 else f"{_in_words(best)} loses {change}"
+    if max(starved.get(way, 0.0) for way in (best, WHOLE)) > STARVED:
+        why += f"; the device waits for the host there in {100 * starved.get(best, 0.0):.0f} % of the layers' calls, "
+        why += f"and in {100 * starved.get(WHOLE, 0.0):.0f} % with the framework's own: {_remedy()}"
+    return StepDecision(WHOLE, why, medians, starved)
+
+
+def _remedy() -> str:
+    built = "" if not isinstance(LOOP, str) else f", or the C++ extension ({LOOP})"
+    return f"chunks would gain in captured steps (CUDA graphs, NPUGraph) or with larger micro-batches{built}"
+
+
+def _in_words(way: int) -> str:
+    names = {ALONE: "each pass as timed alone", WHOLE: "the framework's own layers"}
+    return names.get(way, f"{way} chunks")
+
+
+class StepContest:
+    """The contest of one group's layers."""
+
+    def __init__(self) -> None:
+        """Begin with what is decided of each pass alone."""
+        self.way = ALONE
+        self.decision: StepDecision | None = None
+        self._anchor: ReferenceType[torch.nn.Module] | None = None  # whose call begins a pass
+        self._passes = self._changed = 0  # so many have begun; at which one something was decided alone
+        self._calls = self._longest = 0  # since the latest pass began, and in the longest
+        self._waiting: dict[int, Any] = {}  # pass whose backward has not ended -> the hook on its way
+        self._boundaries: list[int] = []  # passes at whose beginning no other waited
+        self._period = self._next = 0  # passes in a turn, and the first one of the next turn
+        self._cuts = False  # whether a pass was cut, timed alone
+        self._turns: list[int] = []
+        self._spans: list[tuple[Mark, Mark]] = []  # begin and end of each turn
+        self._begun: Mark | None = None  # of the running turn
+        self._unmarked = False  # whether the running turn has no begin yet
+        self._again = False  # whether the winner runs in turn with the framework's own layers once more
+        self._depth: Mark | None = None
+        self._depths: dict[int, list[bool]] = {}
+
+    def changed(self, cuts: bool) -> None:
+        """Note that a call was decided alone, and whether that cuts a pass."""
+        self._changed, self._cuts = self._passes, self._cuts or cuts
+
+    def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, communicates: bool) -> None:
+        """Begin a call of a layer on `group`; communicates: whether its forward has a collective."""
+        if self.decision is not None or is_capturing():
+            return
+        if torch._C._current_graph_task_id() != -1:  # a recomputed forward
+            if self._anchor is not None and self._anchor() is layer and self._waiting:
+                self._came_back(min(self._waiting))
+            return
+        if not layer.training:
+            return
+        if backend_of(group, x.device).blocks_host:  # a pass alone costs what it costs in a step
+            self.decision = StepDecision(ALONE, "the backend blocks the host")
+            return
+        if communicates:
+            self._anchor = self._anchor or ref(layer)
+            self._calls += 1
+        if self._anchor is not None and self._anchor() is layer:
+            self._begin(x, group)
+        elif communicates and self._unmarked:
+            self._begun, self._unmarked = Mark(x.device), False
+        if self._longest and self._calls > MOST_CALLS * self._longest:
+            self._keep(StepDecision(ALONE, "the layer that began them is no longer called"))
+        if self.decision is None and self._turns and len(self._spans) >= self._timed:
+            self._look(x.device)
+
+    @property
+    def _timed(self) -> int:
+        """The number of turns that are timed, with those that warm up; behind them the queue's depth is asked."""
+        return len(self._turns) - len(set(self._turns))
+
+    def _begin(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Begin a pass, and maybe the next turn."""
+        self._passes += 1
+        self._longest, self._calls = max(self._longest, self._calls), 0
+        if not self._next:
+            self._watch(group)
+        elif self._passes == self._next:
+            self._turn(x.device, group)
+        if self.decision is None:
+            graded = torch.is_grad_enabled() and x.requires_grad
+            hook = partial(self._came_back, self._passes)
+            self._waiting[self._passes] = x.register_hook(hook) if graded else None  # type: ignore[no-untyped-call]
+
+    def _came_back(self, number: int, _: object = None) -> None:
+        """Note that the backward of a pass has come to the layer that began it."""
+        hook = self._waiting.pop(number, None)
+        if hook is not None:
+            hook.remove()
+
+    def _watch(self, group: dist.ProcessGroup) -> None:
+        """See where steps begin; at some passes, which are the same on all ranks, agree on the contest's first one."""
+        if not self._waiting:
+            self._boundaries = [*self._boundaries[-2:], self._passes]
+        if self._passes < FIRST or self._passes & (self._passes - 1):
+            return
+        gaps = [after - before for before, after in zip(self._boundaries, self._boundaries[1:], strict=False)]
+        period = gaps[-1] if len(gaps) == 2 and gaps[0] == gaps[1] else 0
+        begin = self._boundaries[-1] + period if period and self._changed < self._boundaries[-2] else 0
+        if begin == self._passes:
+            begin += period
+        mine = {"begin": begin, "period": period, "cuts": self._cuts}
+        found = list(_gathered(group, mine).values())
+        if begin and all(each == mine for each in found):
+            self._period, self._next = period, begin
+            self._turns = turns_of([WHOLE, *([ALONE] if self._cuts else []), *COUNTS])
+        elif self._passes >= LAST:
+            self._keep(StepDecision(ALONE, "they are not regular, or differ between ranks"))
+
+    def _turn(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        """End a turn, and begin the next one, or decide."""
+        ended = Mark(device)
+        if any(each["waiting"] for each in _gathered(group, {"waiting": len(self._waiting)}).values()):
+            self._keep(StepDecision(ALONE, "a forward waits for its backward where a step begins"))
+        elif self._unmarked:
+            self._keep(StepDecision(ALONE, "they have one layer with a collective"))
+        elif self._begun is not None:
+            self._spans.append((self._begun, ended))
+        if self.decision is None and len(self._spans) == len(self._turns):
+            self._decide(group)
+        if self.decision is None:
+            self.way = self._turns[len(self._spans)]
+            self._begun, self._unmarked, self._depth = None, True, None
+            self._next = self._passes + self._period
+
+    def _look(self, device: torch.device) -> None:
+        """Ask whether the device has done what was launched before the last call."""
+        if self._depth is not None:
+            self._depths.setdefault(self.way, []).append(self._depth.is_reached)
+        self._depth = Mark(device)
+
+    def _decide(self, group: dist.ProcessGroup) -> None:
+        spent: dict[int, list[float]] = {}
+        for way, (begin, end) in list(zip(self._turns, self._spans, strict=True))[: self._timed]:
+            spent.setdefault(way, []).append(begin.seconds_until(end))
+        depths = {way: sum(asked) / len(asked) for way, asked in self._depths.items()}
+        ways = list(spent)
+        mine = {"seconds": [spent[way][1:] for way in ways], "starved": [depths.get(way, 0.0) for way in ways]}
+        found = list(_gathered(group, mine).values())
+        times = {way: slowest([each["seconds"][index] for each in found]) for index, way in enumerate(ways)}
+        starved = {way: max(float(each["starved"][index]) for each in found) for index, way in enumerate(ways)}
+        decision = decide(times, starved)
+        if decision.way == WHOLE or self._again:
+            self._keep(decision)
+        else:
+            self._again, self._turns, self._spans, self._depths = True, turns_of([WHOLE, decision.way]), [], {}
+
+    def _keep(self, decision: StepDecision) -> None:
+        """Keep a way for the rest of the run."""
+        self.decision, self.way = decision, decision.way
+        for hook in self._waiting.values():
+            if hook is not None:
+                hook.remove()
+        self._waiting, self._spans, self._begun, self._depth = {}, [], None, None
+        if dist.get_rank() == 0:
+            log.warning("COC_PARALLEL_NUM=auto: %s", decision)
+
+
+def turns_of(ways: Sequence[int]) -> list[int]:
+    """Return the ways of all turns: a round that warms up, those that are timed, and one that asks the queue's depth.
+
+    Each round has an order of its own, the same on all ranks.
+    """
+    return [way for index in range(ROUNDS + 2) for way in random.Random(index).sample(ways, len(ways))]
+
+
+def _gathered(group: dist.ProcessGroup, mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    return store_all_gather(group, "the contest of whole steps", mine, DisagreementError, topic="steps")

@@ -1,0 +1,270 @@
+"""auto on a device: whole steps run in turn, all ranks take the same turns, and what wins stays everywhere.
+
+Ranks on gloo run what ranks on HCCL would; a clock of the test's own says how long a step takes in each way.
+"""
+
+import contextlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from backends import as_backend
+from layers import Layers
+from logged import logged
+from marks import promise
+from planted_clocks import auto_cuts_in_two, one_chunk_wins, planted
+from pool import on_ranks
+from torch.utils.checkpoint import checkpoint
+
+import ascend_parallel
+from ascend_parallel.tuning.measured import step_contest
+from ascend_parallel.tuning.measured.step_contest import ALONE, ROUNDS, WHOLE, decide, turns_of
+
+DEVICE_BOUND = {ALONE: 1.0, WHOLE: 1.0, 2: 0.95, 4: 0.9}
+HOST_BOUND = {ALONE: 1.2, WHOLE: 1.0, 2: 1.2, 4: 1.5}
+MOST_STEPS = 4 + 4 * (ROUNDS + 2) + 2 * (ROUNDS + 2) + 8
+
+
+class Clock:
+    """The test's own."""
+
+    now, starves = 0.0, False
+
+
+class PlantedMark:
+    """A mark on that clock."""
+
+    def __init__(self, device):
+        self.at = Clock.now
+
+    @property
+    def is_reached(self):
+        return Clock.starves
+
+    def seconds_until(self, end):
+        return end.at - self.at
+
+
+class Model(torch.nn.Module):
+    """Column, row, column, row; or rows alone, whose backward has no collective."""
+
+    def __init__(self, layers, rows_alone, sequence_parallel):
+        super().__init__()
+        config = {"sequence_parallel": sequence_parallel}
+        kinds = ["RowParallelLinear"] * 2 if rows_alone else ["ColumnParallelLinear", "RowParallelLinear"] * 2
+        self.parts = torch.nn.ModuleList(layers.make(kind, (64, 64), config=config) for kind in kinds)
+        self.rows_alone = rows_alone
+
+    def forward(self, x):
+        for layer in self.parts:
+            x = layer(x[..., :32] if self.rows_alone else x)[0]
+        return x
+
+
+def way_of(model):
+    megatron = type(model.parts[0]).forward.ascend_parallel
+    return megatron.decider.groups[megatron.group_of(model.parts[0])].way
+
+
+def micro_batch(model, number, sequence_parallel):
+    rows = 128 if sequence_parallel else 256
+    seed = 1000 * number + (torch.distributed.get_rank() if sequence_parallel else 0)
+    x = torch.randn(rows, 1, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return x, model(x * 1.0)
+
+
+def results(model, x, y):
+    """Run the backward; return everything that a step computes, and leave no gradient."""
+    y.square().sum().backward()
+    found = [y.detach(), x.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+def train(model, costs, steps=MOST_STEPS, run=micro_batch, batches=1, sequence_parallel=False):
+    """Train, in the way that auto is in; return the way of each step and its results, and what was logged."""
+    ways, found = [], []
+    with mock.patch.object(step_contest, "Mark", PlantedMark), logged() as said:
+        for number in range(steps):
+            waiting = [run(model, batches * number + index, sequence_parallel) for index in range(batches)]
+            ways.append(way_of(model))
+            found += [results(model, *each) for each in waiting]
+            Clock.now += costs[ways[-1]]
+    return ways, found, [line for line in said if "whole steps" in line]
+
+
+@contextlib.contextmanager
+def models(group, clock=auto_cuts_in_two, rows_alone=False, sequence_parallel=False, run=micro_batch, steps=MOST_STEPS):
+    """A model under auto whose ranks are as those of NPUs, and what the plain one computes in each micro-batch."""
+    Clock.now, Clock.starves = 0.0, False
+    with as_backend("hccl", group), Layers(group.size()) as layers, clock():
+        ascend_parallel.configure(num_chunks=1)
+        plain = Model(layers, rows_alone, sequence_parallel)
+        truth = [results(plain, *run(plain, number, sequence_parallel)) for number in range(steps)]
+        ascend_parallel.configure(auto=True)
+        yield Model(layers, rows_alone, sequence_parallel), truth
+
+
+def same(found, truth):
+    pairs = zip(found, truth, strict=False)
+    return all(torch.equal(a, b) for step, plain in pairs for a, b in zip(step, plain, strict=True))
+
+
+def whole():
+    """A clock of single passes by which every cut loses."""
+    return planted(one_chunk_wins)
+
+
+@promise("auto-steps")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_the_fastest_way_of_whole_steps_stays(group, sequence_parallel):
+    for clock, costs, way in (
+        (auto_cuts_in_two, DEVICE_BOUND, 4),
+        (auto_cuts_in_two, HOST_BOUND, WHOLE),
+        (auto_cuts_in_two, {**DEVICE_BOUND, ALONE: 0.8}, ALONE),
+        (whole, DEVICE_BOUND, 4),
+        (whole, HOST_BOUND, WHOLE),
+    ):
+        with models(group, clock, sequence_parallel=sequence_parallel) as (model, truth):
+            ways, found, said = train(model, costs, sequence_parallel=sequence_parallel)
+            assert same(found, truth)
+            assert ways[-1] == way and set(ways) == {ALONE, WHOLE, 2, 4}, ways
+            assert len(said) == (group.rank() == 0), said
+            ascend_parallel.ops.COUNTS.clear()
+            micro_batch(model, 0, sequence_parallel)
+            assert bool(ascend_parallel.ops.COUNTS.as_dict()) == (way != WHOLE)
+
+
+@on_ranks(2)
+def test_where_only_the_host_is_in_the_way_the_log_names_the_remedy(group):
+    for starves in (False, True):
+        with models(group) as (model, _):
+            Clock.starves = starves
+            ways, _, said = train(model, HOST_BOUND)
+            assert ways[-1] == WHOLE
+            assert [("the device waits for the host" in line, "NPUGraph" in line) for line in said] == [
+                (starves, starves)
+            ] * (group.rank() == 0)
+
+
+@on_ranks(2)
+def test_the_slowest_rank_decides_for_all(group):
+    """Four chunks are fast on rank 0 alone."""
+    with models(group) as (model, truth):
+        ways, found, _ = train(model, {**DEVICE_BOUND, 4: 0.8 + 0.4 * group.rank()})
+        assert ways[-1] == 2 and same(found, truth)
+
+
+@on_ranks(2)
+def test_a_winner_has_to_win_once_more(group):
+    with models(group) as (model, truth):
+        first = dict.fromkeys(range(4 + 4 * (ROUNDS + 2)), DEVICE_BOUND)
+        costs = [first.get(number, HOST_BOUND) for number in range(MOST_STEPS)]
+
+        class Later(dict):
+            steps = iter(costs)
+
+            def __getitem__(self, way):
+                return next(self.steps)[way]
+
+        ways, found, _ = train(model, Later())
+        assert ways[-1] == WHOLE and same(found, truth)
+
+
+@on_ranks(2)
+def test_ways_change_where_no_forward_waits_for_its_backward(group):
+    """Three forwards, then three backwards, as a pipeline's micro-batches."""
+    steps = MOST_STEPS + 6
+    with models(group, steps=3 * steps) as (model, truth):
+        ways, found, _ = train(model, DEVICE_BOUND, steps, batches=3)
+        assert ways[-1] == 4 and set(ways) == {ALONE, WHOLE, 2, 4} and same(found, truth)
+
+
+def recomputed(reentrant):
+    def run(model, number, sequence_parallel):
+        x, _ = micro_batch(lambda x: x, number, sequence_parallel)
+        return x, checkpoint(model, x * 1.0, use_reentrant=reentrant)
+
+    return run
+
+
+def evaluated(model, number, sequence_parallel):
+    """Evaluate at each third step before it: those calls belong to no step."""
+    if number % 3 == 0:
+        model.eval()
+        with torch.no_grad():
+            micro_batch(model, number, sequence_parallel)
+        model.train()
+    return micro_batch(model, number, sequence_parallel)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "evaluated"])
+@on_ranks(2)
+def test_recomputed_forwards_and_evaluations_belong_to_no_other_step(group, how):
+    run = evaluated if how == "evaluated" else recomputed(how == "reentrant")
+    with models(group, run=run) as (model, truth):
+        ways, found, _ = train(model, DEVICE_BOUND, run=run)
+        assert ways[-1] == 4 and same(found, truth)
+
+
+@on_ranks(2)
+def test_steps_that_are_not_regular_keep_what_was_decided_alone(group):
+    """Each step has one micro-batch more than the last."""
+    with models(group, steps=80) as (model, truth), mock.patch.object(step_contest, "LAST", 64):
+        found, ways = [], []
+
+        def run(model, _, sequence_parallel):
+            return micro_batch(model, next(numbers), sequence_parallel)
+
+        numbers = itertools.count()
+        for size in range(1, 13):
+            some, more, _ = train(model, DEVICE_BOUND, 1, run, size)
+            found, ways = found + more, ways + some
+        assert set(ways) == {ALONE} and same(found, truth)
+
+
+def without_backward(model, number, _):
+    """Run a forward whose backward only the other rank runs, once: rows alone have no collective there."""
+    x, y = micro_batch(model, number, False)
+    if number == 20 and torch.distributed.get_rank() == 0:
+        return x, (y.detach() * x).sum(-1)
+    return x, y
+
+
+@on_ranks(2)
+def test_a_rank_whose_backward_does_not_come_ends_the_contest_on_all_ranks(group):
+    with models(group, rows_alone=True) as (model, _):
+        ways, _, said = train(model, DEVICE_BOUND, run=without_backward)
+        assert set(ways[:20]) > {ALONE, 4} and set(ways[21:]) == {ALONE}
+        assert ["waits for its backward" in line for line in said] == [True] * (group.rank() == 0)
+
+
+@on_ranks(2)
+def test_a_backend_that_blocks_the_host_has_no_contest(group):
+    with Layers(group.size()) as layers, auto_cuts_in_two():
+        ascend_parallel.configure(auto=True)
+        model = Model(layers, False, False)
+        ways, _, said = train(model, DEVICE_BOUND, 8)
+        assert set(ways) == {ALONE} and not said
+
+
+@pytest.mark.parametrize(
+    ("times", "way"),
+    [
+        ({WHOLE: [1.0] * 7, 2: [0.99] * 7}, WHOLE),
+        ({WHOLE: [1.0] * 7, 2: [0.97] * 7, 4: [0.96] * 7}, 4),
+        ({WHOLE: [1.0] * 7, 2: [0.97] * 7, 4: [0.9] * 5 + [1.1] * 2}, WHOLE),
+        ({WHOLE: [1.0] * 7, ALONE: [0.9] * 7, 2: [1.1] * 7}, ALONE),
+    ],
+)
+def test_the_fastest_way_wins_by_the_rule_of_all_contests(times, way):
+    assert decide(times, {}).way == way
+
+
+def test_each_round_has_each_way_once_and_every_rank_the_same_order():
+    ways = [WHOLE, ALONE, 2, 4]
+    turns = turns_of(ways)
+    assert turns == turns_of(ways) and len(turns) == len(ways) * (ROUNDS + 2)
+    assert all(sorted(turns[at : at + 4]) == sorted(ways) for at in range(0, len(turns), 4))
