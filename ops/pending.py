@@ -39,6 +39,12 @@ ROLL_CALL = 5
 IDLE_WORK: deque[Callable[[], object]] = deque()
 
 
+class Captures:
+    """Counts the graphs that are being captured: a question whether something is done would end a capture."""
+
+    running: ClassVar[int] = 0
+
+
 class CollectiveError(RuntimeError):
     """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
 
@@ -254,6 +260,11 @@ class Pending:
         if work is None or self._limit is None:
             return work is not None
         return getattr(work, "tells_completion", True) and not work.is_completed()
+
+    @property
+    def stops_host(self) -> bool:
+        """Whether a wait stops the host until the collective is done; else it orders streams."""
+        return self._limit is not None
 
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""

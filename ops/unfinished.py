@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
@@ -30,9 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.call import ALL_REDUCE, Matmul
+from ascend_parallel.ops.clocks import runs_ahead
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all, unfinished_rows
-from ascend_parallel.ops.pending import IDLE_WORK, Pending
+from ascend_parallel.ops.pending import IDLE_WORK, Captures, Pending
 from ascend_parallel.ops.probing import (
     ROW_MAJOR,
     TRANSPOSED,
@@ -63,6 +64,7 @@ from ascend_parallel.ops.row_wise import OPERATORS, RowWiseOperator
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.process_groups.backend import usual_backend
+from ascend_parallel.process_groups.consistency import is_capturing
 
 aten = torch.ops.aten
 
@@ -88,6 +90,10 @@ _ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-
 
 # The classes whose objects hold a captured graph, by their modules in torch.
 GRAPHS = (("cuda", "CUDAGraph"), ("npu", "NPUGraph"))
+
+# By so many results of a group the host has to be ahead for rows that come later: a region takes the host about as long
+# as two layers in chunks.
+LEAD = 4
 
 # A postponed gradient keeps its operands.
 MOST_POSTPONED = 2
@@ -318,10 +324,13 @@ def may_be_filled_later() -> bool:
 def unfinished(pending: Pending, least_rows: int, counted: str = "region", blocks: int = 1) -> torch.Tensor:
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
-    Else, and where no tensor may be changed later (functorch), wait. `counted`: the name in `COUNTS`.
-    blocks: as in `Rows`; the sizes of `pending` are those of a block.
+    Else, where no tensor may be changed later (functorch), and where the host does not run ahead of the device, wait.
+    `counted`: the name in `COUNTS`. blocks: as in `Rows`; the sizes of `pending` are those of a block.
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
+        return pending.wait()
+    _settle_around_captures()
+    if not LEADS.host_is_ahead(pending):
         return pending.wait()
     sizes = pending.sizes
     COUNTS.add(counted, len(sizes), 0)
@@ -332,8 +341,42 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
     if in_backward():  # a gradient; or a recomputed layer, whose rows may have no reader
         at_end_of_backward(progress.settle)
     _register_optimizer_step_pre_hook()
-    _settle_around_captures()
     return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
+
+
+class Leads:
+    """Tells whether the host runs ahead of a device: whether rows that come later are worth the host's time.
+
+    Where the device waits for the host, a region costs the host more than it saves the device. So a result is waited
+    for at once, which takes the host no time there, unless the device still works on what was launched before the
+    group's `LEAD`-th last result. Ranks may decide differently: no collective depends on it.
+    """
+
+    def __init__(self) -> None:
+        """Know of no device yet."""
+        self.asked = True  # a test that is about regions has all rows come later
+        self._launched: weakref.WeakKeyDictionary[dist.ProcessGroup, deque[Any]] = weakref.WeakKeyDictionary()
+
+    def host_is_ahead(self, pending: Pending) -> bool:
+        """Tell whether the host is `LEAD` results of the group ahead of the device; notes this result.
+
+        True where a wait stops the host, so that rows save its time; and in a capture, which has no host.
+        """
+        device = pending.tensor.device
+        if not self.asked or pending.stops_host or Captures.running or not runs_ahead(device.type):
+            return True
+        launched = self._launched.setdefault(pending.group, deque())
+        if len(launched) < LEAD:
+            event, ahead = torch.Event(device.type), False
+        else:
+            event = launched.popleft()
+            ahead = not event.query()
+        event.record()
+        launched.append(event)
+        return ahead
+
+
+LEADS = Leads()
 
 
 def _wait_for(unread: set[Pending]) -> None:
@@ -403,16 +446,24 @@ def _settle_around_captures() -> None:
     kinds = {getattr(getattr(torch, device, None), name, None) for device, name in GRAPHS}
     for kind in kinds - {None}:
         for name in ("capture_begin", "capture_end"):
-            setattr(kind, name, _settling(getattr(kind, name)))
+            setattr(kind, name, _settling(getattr(kind, name), ends=name == "capture_end"))
+    Captures.running += is_capturing()
 
 
-def _settling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _settling(original: Callable[..., Any], ends: bool) -> Callable[..., Any]:
     @wraps(original)
     def capture(*args: Any, **kwargs: Any) -> Any:
         try:
             settle()
         finally:  # a capture that fails ends all the same
-            result = original(*args, **kwargs)
+            Captures.running += not ends
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                Captures.running -= not ends
+                raise
+            finally:
+                Captures.running = max(0, Captures.running - ends)
         return result
 
     return capture

@@ -5,6 +5,9 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+# Whether rows come later where the host is ahead alone; so small a model's host never is.
+ONLY_AHEAD = False
+
 
 def device():
     """Return this rank's device."""
@@ -148,7 +151,9 @@ def gpt_model(config, settings, seq):
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     import ascend_parallel
+    from ascend_parallel.ops.unfinished import LEADS
 
+    LEADS.asked = ONLY_AHEAD
     if settings is not None:
         chunks = settings["num_chunks"]
         cuts = {} if chunks == "auto" else {"customized_coc": gpt_cuts(config, 2 * seq, chunks)}

@@ -1,5 +1,6 @@
 """Megatron-core's GPT as a script for NPUs trains it: transfer_to_npu, HCCL, and the launch script's variables."""
 
+import programs
 import pytest
 import torch
 from programs import gpt, gpt_and_counts
@@ -35,6 +36,23 @@ def test_overlap_trains_as_the_plain_run_and_with_the_same_bits_when_kernels_are
     for plain, ours, late in zip(*runs, strict=True):
         assert near(ours, plain) and all(equal(ours, late))
         assert ours[2][kind] > plain[2][kind]
+
+
+def only_ahead(*given):
+    """Train with regions where the host runs ahead alone."""
+    programs.ONLY_AHEAD = True
+    try:
+        return gpt_and_counts(*given)
+    finally:
+        programs.ONLY_AHEAD = False
+
+
+def test_regions_where_the_host_is_ahead_have_the_bits_of_regions_everywhere(ranks):
+    everywhere = run(ranks(), REGION)
+    for pool in (ranks(), ranks(**LATE)):
+        for ours, theirs in zip(pool.run(only_ahead, REGION, {}), everywhere, strict=True):
+            assert all(equal(ours, theirs))
+            assert ours[2]["HcclAllReduce"] == theirs[2]["HcclAllReduce"]
 
 
 def test_experts_exchanged_in_groups_train_as_the_plain_run(ranks):

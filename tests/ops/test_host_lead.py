@@ -1,0 +1,105 @@
+"""Rows come later where the host runs ahead of the device; else a result is waited for at once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ascend_parallel.ops import unfinished
+from ascend_parallel.ops.pending import Captures
+from ascend_parallel.ops.unfinished import LEAD, Leads
+
+
+class Group:
+    """Stands for a process group."""
+
+
+class Device:
+    """Stands for a device: how many marks were launched, how many it has passed, how often it was asked."""
+
+    def __init__(self):
+        self.launched = self.passed = self.asked = 0
+
+
+class Mark:
+    """An event of the device."""
+
+    def __init__(self, device):
+        self.device, self.number = device, 0
+
+    def record(self):
+        self.device.launched += 1
+        self.number = self.device.launched
+
+    def query(self):
+        self.device.asked += 1
+        return self.number <= self.device.passed
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    monkeypatch.setattr(unfinished, "runs_ahead", lambda _: True)
+    monkeypatch.setattr(torch, "Event", lambda _: Mark(made))
+    return made
+
+
+def result(group, stops_host=False):
+    return SimpleNamespace(tensor=torch.ones(1), group=group, stops_host=stops_host)
+
+
+def test_the_host_is_ahead_by_results_of_a_group(device):
+    leads, group, other = Leads(), Group(), Group()
+    asked = [leads.host_is_ahead(result(group)) for _ in range(LEAD + 2)]
+    assert asked == [False] * LEAD + [True] * 2
+    assert not leads.host_is_ahead(result(other))  # of which there was none
+    device.passed = device.launched
+    assert [leads.host_is_ahead(result(group)) for _ in range(LEAD + 1)] == [False] * LEAD + [True]
+
+
+def test_where_waits_stop_the_host_rows_come_later_and_nothing_is_asked(device):
+    leads, group = Leads(), Group()
+    assert all(leads.host_is_ahead(result(group, stops_host=True)) for _ in range(2 * LEAD))
+    assert device.launched == device.asked == 0
+
+
+class Graph:
+    """Stands for a graph; notes how many captures there are when its own begins and ends."""
+
+    def __init__(self):
+        self.seen = []
+
+    def capture_begin(self, fails=False):
+        self.seen.append(Captures.running)
+        if fails:
+            raise RuntimeError("planted")
+
+    def capture_end(self):
+        self.seen.append(Captures.running)
+
+
+BEGIN = unfinished._settling(Graph.capture_begin, ends=False)
+END = unfinished._settling(Graph.capture_end, ends=True)
+
+
+def test_nothing_is_asked_while_a_graph_is_captured(device):
+    leads, group, graph = Leads(), Group(), Graph()
+    for _ in range(LEAD):
+        leads.host_is_ahead(result(group))
+    before = device.launched
+    BEGIN(graph)
+    assert leads.host_is_ahead(result(group)) and (device.launched, device.asked) == (before, 0)
+    END(graph)
+    leads.host_is_ahead(result(group))
+    assert (device.launched, device.asked) == (before + 1, 1)
+
+
+def test_a_capture_counts_while_it_runs_also_if_it_fails():
+    graph = Graph()
+    BEGIN(graph)
+    assert Captures.running == 1
+    END(graph)
+    assert Captures.running == 0
+    with pytest.raises(RuntimeError, match="planted"):
+        BEGIN(graph, fails=True)
+    assert Captures.running == 0 and graph.seen == [1, 1, 1]
