@@ -19,6 +19,8 @@ OPERATORS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 # Exchanges around independent parts (ops/part_exchange.py): between two all-to-alls a rank's experts run on rows of all
 # ranks, or the attention of a rank's heads on whole sequences; or keys are gathered, and their gradients summed.
 EXPERT_EXCHANGE, HEAD_EXCHANGE, KEY_GATHER = "expert_exchange", "head_exchange", "key_gather"
+# A matmul fused with an all-to-all: the way back of heads and their projection, its input's gradient and its dispatch.
+ALL_TO_ALL_MATMUL, MATMUL_ALL_TO_ALL = "all_to_all_matmul", "matmul_all_to_all"
 # What computes the parts of an exchange, and a part: the names of what a timeline shows.
 PART_NAMES = {
     EXPERT_EXCHANGE: ("experts", "expert"),
@@ -150,6 +152,52 @@ class ExpertMatmuls:
 
 
 @dataclass(frozen=True)
+class ExchangedMatmul:
+    """A matmul beside an all-to-all (ops/exchanged_matmul.py), where a fused operator may do both.
+
+    operator
+        `ALL_TO_ALL_MATMUL`: this rank's rows [m, k] come from all ranks, each with its features of k.
+        `MATMUL_ALL_TO_ALL`: of this rank's products [m, n] each rank gets its features of n.
+    m, k, n
+        The rank's matmul ``[m, k] x [k, n]``; m are this rank's tokens, k or n the features of all heads.
+    soc, cann, arguments
+        The chip, the version of CANN, the arguments of the installed operator as in `Matmul`; empty or None: unknown.
+    captured
+        Whether a graph is captured.
+    elsewhere
+        Another process group on which this process has run fused operators; empty: none.
+    deterministic, comm_mode, hccl_buffsize
+        As in `Matmul`.
+    """
+
+    operator: str
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    device: str
+    ranks: int
+    soc: str = ""
+    cann: tuple[int, ...] = ()
+    arguments: frozenset[str] | None = None
+    captured: bool = False
+    elsewhere: str = ""
+    deterministic: bool | str = False
+    comm_mode: str | None = None
+    hccl_buffsize: int = HCCL_BUFFSIZE
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """m, k and n."""
+        return self.m, self.k, self.n
+
+    @property
+    def backward(self) -> ExchangedMatmul:
+        """The product of the output's gradient with the weight, and its all-to-all: of the way back and projection."""
+        return replace(self, operator=MATMUL_ALL_TO_ALL, k=self.n, n=self.k)
+
+
+@dataclass(frozen=True)
 class Exchange:
     """An exchange around independent parts (ops/part_exchange.py): it multiplies and sums nothing, and cuts no part.
 
@@ -162,6 +210,8 @@ class Exchange:
         What is sent of a token: the width of a row of experts, or the features of queries, keys and values.
     matmuls
         What the experts multiply; None: only their module knows.
+    projection
+        The way back of all heads and the linear layer that reads them, the same on all ranks; None: it is not known.
     """
 
     operator: str
@@ -172,6 +222,7 @@ class Exchange:
     device: str
     ranks: int
     matmuls: ExpertMatmuls | None = None
+    projection: ExchangedMatmul | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an operator that is no exchange."""

@@ -26,6 +26,10 @@ SENTENCES = {
     "experts_not_fused": "USE_COC_FUSED_KERNEL=1, but {refused}: the framework's own experts run",
     "experts_few_bytes": "a rank sends or gets fewer than {least} bytes or more than {most} rows: the framework's own "
     "experts run",
+    "fused_projection": "USE_COC_FUSED_KERNEL=1: one operator runs the way back of all heads and their projection "
+    "(COC_PARALLEL_NUM=2 or more hides more, where ranks have several heads of keys)",
+    "fused_forward": "forward alone, because {refusal}",
+    "groups_hide_more": "USE_COC_FUSED_KERNEL=1, but {groups} groups hide more than one operator around the projection",
     "not_fused": "USE_COC_FUSED_KERNEL=1, but {refused}: {chunks} chunks instead",
     "sizes_of_shape": "customized_coc: {sizes} rows for {shape}",
     "count_of_shape": "customized_coc: {chunks} chunks for {shape}",

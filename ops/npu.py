@@ -4,7 +4,8 @@
     matmul_reduce_scatter  npu_mm_reduce_scatter_base
     all_gather_matmul      npu_all_gather_base_mm
 
-and the exchange around experts, in inference: npu_alltoallv_gmm and npu_gmm_alltoallv.
+a matmul beside an all-to-all, npu_all_to_all_matmul and npu_matmul_all_to_all, and the exchange around experts, in
+inference: npu_alltoallv_gmm and npu_gmm_alltoallv.
 
 Call an operator only if `supports` returns None: torch_npu checks few limits. The fused kernels cut rows on
 the device, so `sizes` is unused. Results are `Pending` without works: later kernels on the same stream see them
@@ -27,25 +28,40 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Matmul
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, ExchangedMatmul, Matmul
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.npu_limits import EXPERT_OPERATORS, FUSED_OPERATORS, K_RANGE, engine, supports, takes_bias
+from ascend_parallel.ops.npu_limits import (
+    EXCHANGED_OPERATORS,
+    EXPERT_OPERATORS,
+    FUSED_OPERATORS,
+    K_RANGE,
+    engine,
+    supports,
+    takes_bias,
+)
 from ascend_parallel.ops.pending import Pending, run_collective
 from ascend_parallel.ops.quantised import QuantisedWeight, Weight
 from ascend_parallel.ops.quantised_rows import Input, QuantisedRows
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.soc import GENERATIONS
+from ascend_parallel.process_groups import describe
+from ascend_parallel.process_groups.consistency import is_capturing
 
 __all__ = [
     "adds_bias",
     "all_gather_matmul",
     "all_to_all_expert_matmul",
+    "all_to_all_matmul",
     "arguments",
+    "arguments_of",
     "ask",
+    "ask_exchanged",
     "ask_experts",
     "expert_matmul_all_to_all",
     "hccl_name",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "soc_name",
     "supports",
@@ -59,7 +75,7 @@ _HCCL_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # Whether the reduce-scatter adds a bias on this machine, by group, then by dtype and engine.
 _ADDS_BIAS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.dtype, str | None], bool]] = WeakKeyDictionary()
 # The first CANN whose reduce-scatter is asked whether it adds a bias: older pages allow none.
-BIAS_CANN = [9, 1]
+BIAS_CANN = (9, 1)
 
 
 def matmul_all_reduce(
@@ -165,7 +181,7 @@ def adds_bias(matmul: Matmul, bias: torch.Tensor, group: dist.ProcessGroup) -> b
         return True
     key, known = (matmul.dtype, engine(matmul)), _ADDS_BIAS.setdefault(group, {})
     if key not in known:
-        cann = [int(number) for number in re.findall(r"\d+", _torch_npu().npu.utils.get_cann_version())]
+        cann = cann_version()
         known[key] = (not cann or cann >= BIAS_CANN) and _scatters_bias(bias, group, engine(matmul))
     return known[key]
 
@@ -200,13 +216,20 @@ def soc_name() -> str:
     return name
 
 
+@lru_cache(maxsize=1)
+def cann_version() -> tuple[int, ...]:
+    """Return the numbers of CANN's version, such as (9, 0, 0); empty if CANN does not say."""
+    return tuple(int(number) for number in re.findall(r"\d+", _torch_npu().npu.utils.get_cann_version()))
+
+
 @lru_cache(maxsize=len(FUSED_OPERATORS))
 def arguments(operator: str) -> frozenset[str]:
     """Return the names of the arguments of the installed fused operator; none if torch_npu has no such operator."""
-    return _arguments_of(FUSED_OPERATORS[operator])
+    return arguments_of(FUSED_OPERATORS[operator])
 
 
-def _arguments_of(name: str) -> frozenset[str]:
+def arguments_of(name: str) -> frozenset[str]:
+    """Return the names of the arguments of an operator by torch_npu's name for it; none if it has no such operator."""
     _torch_npu()
     packet = getattr(torch.ops.npu, name, None)
     return frozenset() if packet is None else frozenset(argument.name for argument in packet.default._schema.arguments)
@@ -215,8 +238,74 @@ def _arguments_of(name: str) -> frozenset[str]:
 def ask_experts(exchange: Exchange) -> Exchange:
     """Return an exchange with `matmuls` as `ask` returns a matmul: with the arguments that both operators have."""
     assert exchange.matmuls is not None
-    named = frozenset.intersection(*map(_arguments_of, EXPERT_OPERATORS))
+    named = frozenset.intersection(*map(arguments_of, EXPERT_OPERATORS))
     return replace(exchange, matmuls=replace(exchange.matmuls, soc=soc_name(), arguments=named))
+
+
+@lru_cache(maxsize=1)
+def _exchanged_arguments() -> frozenset[str]:
+    return frozenset.intersection(*map(arguments_of, EXCHANGED_OPERATORS.values()))
+
+
+def ask_exchanged(matmul: ExchangedMatmul, group: dist.ProcessGroup) -> ExchangedMatmul:
+    """Return a matmul beside an all-to-all as `ask` returns a matmul: with the arguments that both operators have."""
+    elsewhere = next((other for other in _HCCL_NAMES if other is not group), None)
+    return replace(
+        matmul,
+        soc=soc_name(),
+        cann=cann_version(),
+        arguments=_exchanged_arguments(),
+        captured=is_capturing(),
+        elsewhere="" if elsewhere is None else describe(elsewhere),
+    )
+
+
+def all_to_all_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    comm_mode: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x_m @ w + bias`` [M, N] and x_m [M, K], which has the M rows that each rank sends to this one.
+
+    x [R M, K / R], rank after rank: the rows that go to each, with this rank's features; w [K, N], whose rows follow
+    the ranks' features.
+    """
+    y, x_m = _torch_npu().npu_all_to_all_matmul(
+        x.contiguous(),
+        _exchanged_weight(w),
+        hccl_name(group),
+        group.size(),
+        bias=None if bias is None else _wide_bias(bias),
+        all2all_out_flag=True,
+        **_mode(comm_mode),
+    )
+    return y, x_m
+
+
+def matmul_all_to_all(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, *, comm_mode: str | None = None
+) -> torch.Tensor:
+    """Return of the products ``x @ w`` of all ranks this one's N / R features, [R M, N / R], rank after rank.
+
+    x [M, K]; w [K, N], whose columns follow the ranks.
+    """
+    y: torch.Tensor = _torch_npu().npu_matmul_all_to_all(
+        x.contiguous(), _exchanged_weight(w), hccl_name(group), group.size(), **_mode(comm_mode)
+    )
+    return y
+
+
+def _exchanged_weight(w: torch.Tensor) -> torch.Tensor:
+    """Return the right operand of a matmul beside an all-to-all: 950 alone takes a transposed view."""
+    return _weight(w) if GENERATIONS.get(soc_name()) == "950" else w.contiguous()
+
+
+def _wide_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias in the dtype that every chip takes: of bf16 fp32."""
+    return bias.float().contiguous() if bias.dtype == torch.bfloat16 else bias.contiguous()
 
 
 def all_to_all_expert_matmul(

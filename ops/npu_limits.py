@@ -9,16 +9,32 @@ from collections.abc import Iterator
 
 import torch
 
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Matmul
+from ascend_parallel.ops.arithmetic import arithmetic_of
+from ascend_parallel.ops.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL_MATMUL,
+    MATMUL_ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Exchange,
+    ExchangedMatmul,
+    Matmul,
+)
 from ascend_parallel.ops.soc import (
     AIV_BUFFER,
     AIV_RANKS,
     COMM_MODES,
+    EXCHANGED_CANN,
+    EXCHANGED_COLUMNS,
+    EXCHANGED_ENGINES,
+    EXCHANGED_K,
+    EXCHANGED_RANKS,
     EXPERT_RANKS,
     EXPERT_TOP_K,
     GENERATIONS,
     INT8_ENGINE,
     INT8_GENERATIONS,
+    LARGEST_EXCHANGED,
     LARGEST_EXPERT_SIDE,
     LARGEST_GATHER_950,
     LARGEST_SCATTER_950,
@@ -33,6 +49,9 @@ FUSED_OPERATORS = {
     REDUCE_SCATTER: "npu_mm_reduce_scatter_base",
     ALL_GATHER: "npu_all_gather_base_mm",
 }
+
+# Of a matmul beside an all-to-all.
+EXCHANGED_OPERATORS = {ALL_TO_ALL_MATMUL: "npu_all_to_all_matmul", MATMUL_ALL_TO_ALL: "npu_matmul_all_to_all"}
 
 # Of the exchange around experts: rows to their experts and the first product, the second product and the way back.
 EXPERT_OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
@@ -95,6 +114,88 @@ def _expert_refusals(exchange: Exchange) -> Iterator[str]:
         yield f"experts take {EXPERT_TOP_K[0]} to {EXPERT_TOP_K[-1]} experts for a token, not {matmuls.top_k}"
     if matmuls.arguments is not None and not {"send_counts", "trans_gmm_weight"} <= matmuls.arguments:
         yield f"the installed torch_npu has no operator {' or '.join(EXPERT_OPERATORS)}"
+
+
+def supports_exchanged(matmul: ExchangedMatmul) -> str | None:
+    """Return why the fused operator cannot run a matmul beside an all-to-all, or None; as `supports`."""
+    return next(_exchanged_refusals(matmul), None)
+
+
+def exchanged_engine(matmul: ExchangedMatmul) -> str | None:
+    """Return the engine that the call of a matmul beside an all-to-all names; None: the chip's usual one.
+
+    Only a second version of the operators can be told one, which came with a later CANN.
+    """
+    usual = EXCHANGED_ENGINES.get(GENERATIONS.get(matmul.soc, ""), ("",))[0]
+    return None if matmul.comm_mode == usual else matmul.comm_mode
+
+
+def _exchanged_refusals(matmul: ExchangedMatmul) -> Iterator[str]:
+    """Yield the reasons why the fused operator cannot run `matmul`."""
+    operator, generation = matmul.operator, GENERATIONS.get(matmul.soc, "")
+    if matmul.device != "npu":
+        yield f"device {matmul.device}, not npu"
+    if matmul.dtype not in DTYPES:
+        yield f"{operator} takes {' or '.join(map(str, DTYPES))}, not {matmul.dtype}"
+    where, allowed = f"{matmul.soc} (generation {generation})", EXCHANGED_RANKS.get(generation)
+    if allowed is None:
+        what = f"no {operator} is documented for the chip {matmul.soc}"
+        yield what if matmul.soc else "the chip is unknown, and so are its operators and their rank counts"
+        return
+    if matmul.ranks not in allowed:
+        yield f"{operator} on {where} takes {', '.join(map(str, allowed))} ranks, not {matmul.ranks}"
+    yield from _exchanged_versions(matmul)
+    yield from _exchanged_engines(matmul, generation, where)
+    yield from _exchanged_sizes(matmul, generation, where)
+    if matmul.captured and generation != "950":
+        yield f"{operator} on {where} runs in no graph, and one is captured"
+    if matmul.elsewhere and generation == "A2":
+        yield f"{where} has one group for all fused operators of a process, and that is {matmul.elsewhere}"
+    if matmul.deterministic:
+        asked = arithmetic_of(matmul.deterministic).asked
+        yield f"its product is not in row tiles, which {asked} requires"
+
+
+def _exchanged_versions(matmul: ExchangedMatmul) -> Iterator[str]:
+    """Refuse a call that the installed CANN or torch_npu does not know."""
+    name = EXCHANGED_OPERATORS[matmul.operator]
+    if matmul.cann and matmul.cann < EXCHANGED_CANN:
+        has, needs = (".".join(map(str, version)) for version in (matmul.cann, EXCHANGED_CANN))
+        yield f"CANN {has} has no {matmul.operator}: it came with {needs}"
+    if matmul.arguments is None:  # nobody has looked them up
+        return
+    if not matmul.arguments:
+        yield f"the installed torch_npu has no operator {name}"
+    elif exchanged_engine(matmul) is not None and "comm_mode" not in matmul.arguments:
+        yield f"{name} of the installed torch_npu has no argument comm_mode"
+
+
+def _exchanged_engines(matmul: ExchangedMatmul, generation: str, where: str) -> Iterator[str]:
+    """Refuse an engine that the chip does not have, and a communication buffer that is too small for its own."""
+    engines, mode = EXCHANGED_ENGINES[generation], matmul.comm_mode
+    if mode is not None and mode not in engines:
+        yield f"{matmul.operator} on {where} takes comm_mode {' or '.join(engines)}, not {mode}"
+    if engines == ("aiv",) and matmul.hccl_buffsize < AIV_BUFFER:
+        yield (
+            f"{matmul.operator} on {where} needs a communication buffer of {AIV_BUFFER} MB, "
+            f"and HCCL_BUFFSIZE is {matmul.hccl_buffsize}"
+        )
+
+
+def _exchanged_sizes(matmul: ExchangedMatmul, generation: str, where: str) -> Iterator[str]:
+    """Refuse sizes of a matmul beside an all-to-all that are not documented."""
+    operator = matmul.operator
+    smallest, largest = EXCHANGED_K[operator][generation]
+    if not smallest <= matmul.k <= largest:
+        yield f"{operator} on {where} takes K from {smallest} to {largest}, not {matmul.k}"
+    before = operator == MATMUL_ALL_TO_ALL
+    columns = EXCHANGED_COLUMNS.get(generation, LARGEST_EXCHANGED) if before else LARGEST_EXCHANGED
+    for side, size, most in (("M", matmul.m, LARGEST_EXCHANGED // matmul.ranks), ("N", matmul.n, columns)):
+        if not 1 <= size <= most:
+            yield f"{operator} on {where} takes {side} from 1 to {most}, not {size}"
+    shared, size = ("N", matmul.n) if before else ("K", matmul.k)
+    if size % matmul.ranks:
+        yield f"{operator} needs {shared} divisible by the {matmul.ranks} ranks, and {shared} is {size}"
 
 
 def engine(matmul: Matmul) -> str | None:

@@ -7,10 +7,11 @@ a matmul; `choose` takes the first of `KERNELS` that the settings request and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
 from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Call, Exchange, Matmul
@@ -78,16 +79,15 @@ def would_choose(call: Call, settings: OperatorSettings, known: Known | None = N
 
 @lru_cache(maxsize=4096)
 def _choose(call: Call, settings: OperatorSettings, known: Known) -> Decision:
+    limits: dict[str, Any] = {
+        "deterministic": settings.deterministic if known.deterministic is None else known.deterministic,
+        "comm_mode": settings.comm_mode,
+        "hccl_buffsize": settings.hccl_buffsize,
+    }
     if isinstance(call, Exchange):
-        return _choose_groups(call, settings, known)
-    matmul = replace(
-        call,
-        deterministic=settings.deterministic if known.deterministic is None else known.deterministic,
-        comm_mode=settings.comm_mode,
-        fused_ranks=settings.fused_ranks,
-        hccl_buffsize=settings.hccl_buffsize,
-    )
-    return _choose_chunks(matmul, settings, known)
+        projection = None if call.projection is None else replace(call.projection, **limits)
+        return _choose_groups(replace(call, projection=projection), settings, known)
+    return _choose_chunks(replace(call, fused_ranks=settings.fused_ranks, **limits), settings, known)
 
 
 def _cuts(settings: OperatorSettings, known: Known) -> bool:
@@ -122,11 +122,26 @@ def _choose_groups(exchange: Exchange, settings: OperatorSettings, known: Known)
     if exchange.ranks == 1:
         return Decision(exchange, "reference", (exchange.parts,), True, (because("one_rank"),), step=1)
     refusals = _refused_fused(exchange, settings, known)
+    fused = None in refusals.values()
     request = _given_sizes(exchange, settings, known, known.plan) or _group_request(exchange, settings, known, refusals)
     sizes = request.sizes
+    if fused and len(sizes) == 1:
+        reasons = (*request.reasons, *_why_fused(exchange))
+        return Decision(exchange, "npu", sizes, False, reasons, given=True, step=1)
+    if fused:
+        request = request.cut_to(sizes, because("groups_hide_more", groups=len(sizes)))
     kernel = "chunked" if len(sizes) > 1 else "reference"
     unmet = request.unmet_by(sizes, known)
     return Decision(exchange, kernel, sizes, True, request.reasons, unmet, request.given, step=1)
+
+
+def _why_fused(exchange: Exchange) -> Iterator[Reason]:
+    """Yield why a fused operator runs the way back of all heads, and what runs their gradient's dispatch."""
+    assert exchange.projection is not None
+    yield because("fused_projection")
+    refusal = npu_limits.supports_exchanged(exchange.projection.backward)
+    if refusal is not None:
+        yield because("fused_forward", refusal=refusal)
 
 
 def _group_request(
@@ -222,6 +237,8 @@ def _refusal(name: str, call: Call) -> str | None:
     "reference" is the only kernel of this package with communication in int8. Its sums are exact in any order.
     """
     if isinstance(call, Exchange):
+        if name == "npu" and call.projection is not None:
+            return npu_limits.supports_exchanged(call.projection)
         return None if name in ("chunked", "reference") else f"it runs no {call.worker}"
     if call.comm_quant and name != "npu":
         return None if name == "reference" else "it has no communication in int8"
@@ -346,10 +363,11 @@ def _count(call: Call, settings: OperatorSettings, known: Known, refusals: dict[
     if not _cuts(settings, known):
         return asked(1, "mode", mode=settings.mode)
     own = _own_cut(call, settings, known)
+    fits = None in refusals.values()  # an operator that takes all groups as one: no number stands for it
     if isinstance(own, int):
-        return asked(own, "count_of_shape", met=not refusals, shape=list(call.shape))
-    chunks = usual_chunks(settings, known)
-    if refusals:
+        return asked(own, "count_of_shape", met=fits or not refusals, shape=list(call.shape))
+    chunks = known.number or settings.num_chunks if fits else usual_chunks(settings, known)
+    if refusals and not fits:
         refused = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         return asked(chunks, "not_fused", met=False, refused=refused)
     if known.plan is not None:

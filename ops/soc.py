@@ -21,7 +21,13 @@ not under "aiv", and more are never taken there. On 950 [cann] allows 64, on req
 
 from __future__ import annotations
 
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ascend_parallel.ops.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL_MATMUL,
+    MATMUL_ALL_TO_ALL,
+    REDUCE_SCATTER,
+)
 
 # Full names, no prefixes: plain "Ascend910B" is a chip of the first generation, which has none of the operators.
 _NAMES = {
@@ -89,3 +95,18 @@ LEAST_EXPERT_BYTES = 2 * 2**20
 MOST_EXPERT_ROWS = 52428800
 LARGEST_EXPERT_SIDE = 65535
 EXPERT_TOP_K = range(2, 9)
+
+# Matmuls beside an all-to-all: ranks; the engine that an operator takes where none is named, then others that it can be
+# told; K of the way back and its projection, and of the other product, by generation; most columns of the latter's.
+# Sources: CANN's pages of aclnnAlltoAllMatmul and aclnnMatmulAlltoAll in ops-transformer, tags v9.0.0 to v9.1.0.pre
+# (cannmirror on GitHub), and, for the columns of A2, commit 60266d12 (hicann); op-plugin's pages and C++ at commit
+# 517f2e7d. op-plugin's pages name A3, or A3 and 950; CANN's first pages (9.0.0-beta.1) A2 and 950, from 9.0.0 on all.
+EXCHANGED_RANKS = {"A2": (2, 4, 8), "A3": (2, 4, 8, 16), "950": (2, 4, 8, 16)}
+EXCHANGED_ENGINES = {"A2": ("aiv",), "A3": ("ai_cpu",), "950": ("ai_cpu", "ccu")}
+EXCHANGED_CANN = (9, 0)
+EXCHANGED_K = {
+    ALL_TO_ALL_MATMUL: {"A2": (1, 35000), "A3": (2, 65535), "950": (2, 65535)},
+    MATMUL_ALL_TO_ALL: dict.fromkeys(("A2", "A3", "950"), (1, 65535)),
+}
+EXCHANGED_COLUMNS = {"A2": 368640}
+LARGEST_EXCHANGED = 2**31 - 1

@@ -70,7 +70,8 @@ def exchanged_attention(
         named |= {"weight": projection.weight} | ({} if projection.bias is None else {"bias": projection.bias})
 
     def ours(known: Known, _: object) -> torch.Tensor:
-        ATTENTION[module] = len(attention_decision(*operands, group, settings, known, exchange).sizes)
+        decision = attention_decision(*operands, group, settings, known, exchange, projection)
+        ATTENTION[module] = len(decision.sizes)
         how: dict[str, Any] = {"settings": settings, "known": known, "exchange": exchange}
         return run_attention(*operands, attention, group=group, projection=projection, by_rows=by_rows, **how)
 
@@ -84,7 +85,7 @@ def exchanged_attention(
         return {"output": o} | ({"projection": linear(o.transpose(0, 1).flatten(2), *layer)} if layer else {})
 
     def operators(known: Known, direction: str) -> str:
-        decision = attention_decision(*operands, group, settings, known, exchange)
+        decision = attention_decision(*operands, group, settings, known, exchange, projection)
         return f"Its {direction} ran {decision.call.in_words} in groups of heads {list(decision.sizes)}"
 
     def results(o: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -24,12 +24,15 @@ runs in backward while the last gradients of q, k and v come back.
 
     forward    ... -> combine of the last group: rows 0 -> product of rows 0, rows 1 -> ... -> product of the last rows
     backward   columns of heads 0 -> dispatch 0, columns of heads 1 -> ... -> combine of the last group, weight gradient
+
+In one group an operator of torch_npu may run the way back with the projection, and in backward the projection's product
+with the dispatch (overlap/fused_projection.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,7 +41,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange, heads_exchange
+from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange, ExchangedMatmul, heads_exchange
 from ascend_parallel.ops.decision import Decision, Known
 from ascend_parallel.ops.head_exchange import HeadGroup, HeadRows, repeats_of
 from ascend_parallel.ops.key_gather import (
@@ -62,6 +65,12 @@ from ascend_parallel.ops.record import MATMUL, compute, recorded_pass
 from ascend_parallel.ops.rows import split_rows
 from ascend_parallel.ops.unfinished import UnfinishedTensor, finished
 from ascend_parallel.ops.unfinished_heads import UnfinishedHeads, heads_of_product
+from ascend_parallel.overlap.fused_projection import (
+    comes_through_alone,
+    exchanged_gradient,
+    project_heads,
+    with_projection,
+)
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.projected import ProjectedTensor, Projection, project, projection_gradients
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
@@ -97,6 +106,17 @@ class AttentionCall:
     def gathers(self) -> bool:
         """Whether keys and values are gathered."""
         return self.decision.call.operator == KEY_GATHER
+
+    @property
+    def projection(self) -> ExchangedMatmul | None:
+        """What a fused operator runs of the way back and the projection; None: nothing."""
+        exchange = self.decision.call
+        return exchange.projection if self.decision.kernel == "npu" and isinstance(exchange, Exchange) else None
+
+    @property
+    def unfused(self) -> Decision:
+        """The decision on what a fused operator leaves of the exchange."""
+        return self.decision if self.projection is None else replace(self.decision, kernel="reference")
 
     @property
     def lends(self) -> bool:
@@ -147,7 +167,7 @@ def run_attention(
     back = "results in rows" if by_rows else ""
     confirm_shapes(q, k, v, group, back, KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
     q, k, v = _spread(q, k, v, group, exchange)
-    decision = attention_decision(q, k, v, group, settings, known, exchange)
+    decision = attention_decision(q, k, v, group, settings, known, exchange, projection)
     lengths = [len(q)] * group.size()
     kind: type[Heads] = KeyGroup if exchange == GATHER else HeadGroup
     groups: Sequence[Heads] = kind.cut(decision.sizes, lengths, group.rank())
@@ -195,9 +215,16 @@ def attention_decision(
     settings: Settings,
     known: Known | None = None,
     exchange: str = HEADS,
+    projection: Projection | None = None,
 ) -> Decision:
-    """Decide in how many groups q, k and v are exchanged: the same on every rank."""
-    return decided_exchange(attention_call(q, k, v, group, exchange), group, settings, known)
+    """Decide in how many groups q, k and v are exchanged: the same on every rank.
+
+    projection: as of `run_attention`.
+    """
+    call = attention_call(q, k, v, group, exchange)
+    output = q.shape[2] * v.shape[3], as_autocast(q).dtype
+    call = with_projection(call, output, projection, group, settings, known)
+    return decided_exchange(call, group, settings, known)
 
 
 def attention_in_turn(
@@ -407,9 +434,14 @@ def _forward(
         ctx.graphs.append(graph)
         return graph.run(run, given, needs)
 
+    made: list[torch.Tensor] = []
+
     def attend(_: int, heads: Heads, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
             o = attended(heads, received)
+            if call.projection is not None:
+                made.append(o)
+                return []
             return [heads.by_rank(o) if pieces and heads is call.groups[-1] else o]
         if isinstance(heads, LentKeyGroup):
             borrowed, *received = received
@@ -426,6 +458,12 @@ def _forward(
         )
     elif call.gathers:
         part_exchange(operands[1:], call.groups, attend, [], call.group, call.decision)
+    elif call.projection is not None:
+        (all_heads,) = call.groups
+        assert weight is not None and isinstance(all_heads, HeadGroup)
+        part_exchange(operands, call.groups, attend, [], call.group, call.unfused)
+        y, rows = project_heads(made.pop(), all_heads, weight, bias, call.group, call.projection)
+        return rows.view(batch, tokens, heads, width), y.view(batch, tokens, -1)
     else:
         come = project_rows if pieces else None
         part_exchange(
@@ -468,17 +506,18 @@ def _backward(
     if not any(ctx.needs_input_grad[:3]):
         project_back()
         return None, None, None, d_weight, d_bias, None
-    d_output = _d_output(call, ctx.likes[0].shape, d_output, d_y, weight)
+    d_heads = _exchanged_gradient(call, ctx.likes[0].shape, d_output, d_y, weight)
+    d_o = _d_output(call, ctx.likes[0].shape, d_output, d_y, weight) if d_heads is None else d_heads
     gradients = [like.empty() if need else None for like, need in zip(ctx.likes, ctx.needs_input_grad, strict=False)]
 
     def attend(index: int, heads: Heads, received: Rows) -> Rows:
         if not isinstance(heads, KeyGroup):
-            found = ctx.graphs[index].gradients(received[0], range(3))
+            found = ctx.graphs[index].gradients(received[0] if received else d_o, range(3))
             return [d_x for d_x, wanted in zip(found, gradients, strict=True) if wanted is not None]
-        given = heads.heads_of(d_output)
+        given = heads.heads_of(d_o)
         back: list[torch.Tensor] = []
         if isinstance(heads, LentKeyGroup):
-            given = _with_borrowed(heads, d_output, received[0])
+            given = _with_borrowed(heads, d_o, received[0])
         d_q, *found = ctx.graphs[index].gradients(given, range(3))
         if gradients[0] is not None and isinstance(heads, LentKeyGroup):
             back = _keep(heads, d_q, gradients[0])
@@ -487,16 +526,17 @@ def _backward(
         return [*back, *(d_x for d_x, wanted in zip(found, gradients[1:], strict=True) if wanted is not None)]
 
     def exchange(sent: Rows, results: Rows, **routes: Any) -> None:
-        part_exchange(sent, call.groups, attend, results, call.group, call.decision, under_last=project_back, **routes)
+        part_exchange(sent, call.groups, attend, results, call.group, call.unfused, under_last=project_back, **routes)
 
     if call.lends:
         d_lent = [] if gradients[0] is None else [_lent(gradients[0])]
         sums = [d_x for d_x in gradients[1:] if d_x is not None]
         results, lent = [*d_lent, *sums], [_lent_route] * len(d_lent)
         routes: list[Route[Heads]] = [*lent, *([own_route] * len(sums))]
-        exchange([_lent(d_output)], results, routes=[_lent_route], routes_back=routes)
+        exchange([_lent(d_o)], results, routes=[_lent_route], routes_back=routes)
     elif not call.gathers:
-        exchange([d_output], [d_x for d_x in gradients if d_x is not None], prepare=_make_heads)
+        sent = [d_o] if d_heads is None else []
+        exchange(sent, [d_x for d_x in gradients if d_x is not None], prepare=_make_heads)
     elif sums := [d_x for d_x in gradients[1:] if d_x is not None]:
         exchange([], sums)
     else:  # frozen keys and values: nothing comes back
@@ -504,6 +544,23 @@ def _backward(
             attend(index, keys, [])
         project_back()
     return *gradients, d_weight, d_bias, None
+
+
+def _exchanged_gradient(
+    call: AttentionCall,
+    shape: Sequence[int],
+    d_output: torch.Tensor | None,
+    d_y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return the gradient of this rank's heads, if a fused operator runs the projection's product and its dispatch."""
+    matmul, exchange = call.projection, call.decision.call
+    if matmul is None or not isinstance(exchange, Exchange):
+        return None
+    if not comes_through_alone(exchange, d_output, d_y, call.group):
+        return None
+    assert d_y is not None and weight is not None
+    return exchanged_gradient(d_y, weight, shape[1], weight.shape[1] // shape[2], call.group, matmul)
 
 
 def _d_output(

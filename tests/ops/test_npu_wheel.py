@@ -25,6 +25,7 @@ from ascend_parallel import (
     row_linear,
 )
 from ascend_parallel.ops import UnmetRequestError, npu, npu_limits
+from ascend_parallel.ops.call import ExchangedMatmul
 from ascend_parallel.process_groups import consistency
 
 GRAINS = [("tensor", 0), ("channel", 0), ("group", 32), ("group", 192)]
@@ -211,6 +212,60 @@ def on_meta(w):
 @pytest.mark.slow
 def test_int8_weights_reach_the_operator(with_torch_npu):
     with_torch_npu(int8_weights)
+
+
+def exchanged_operators(kernels, group):
+    """Both matmuls beside an all-to-all: the truth, the meta kernels' shapes, the schemas' arguments."""
+    import torch_npu
+
+    npu.soc_name = lambda: A2
+    ranks, rank, m, n = group.size(), group.rank(), 6, 40
+    for dtype in DTYPES:
+        xs, ws, x, _ = operands(group, ranks * m, 64, ranks * n, dtype)
+        whole = torch.cat([of_rank[rank * m : (rank + 1) * m] for of_rank in xs], 1)
+        right, bias = torch.cat([*ws])[:, :n], ws[0, 0, :n]
+        for laid_out in (right.to(dtype), right.to(dtype).t().contiguous().t()):  # 950 alone takes the second
+            for added in (None, bias.to(dtype)):
+                y, came = npu.all_to_all_matmul(x, laid_out, added, group)
+                close(y, whole @ right + (0 if added is None else bias), dtype)
+                assert torch.equal(came.double(), whole)
+        meta = npu.all_to_all_matmul(x.to("meta"), laid_out.to("meta"), added.to("meta"), group)
+        assert [each.shape for each in meta] == [y.shape, came.shape]
+        of_rank = torch.cat([(of_rank @ ws[0]).chunk(ranks, 1)[rank] for of_rank in xs])
+        same = ws[0].to(dtype)
+        for laid_out in (same, same.t().contiguous().t()):
+            close(npu.matmul_all_to_all(x, laid_out, group), of_rank, dtype)
+        assert npu.matmul_all_to_all(x.to("meta"), same.to("meta"), group).shape == of_rank.shape
+    for mode in ("aiv", "ai_cpu", "ccu"):
+        kernels.calls.clear()
+        npu.all_to_all_matmul(x, right.to(dtype), None, group, comm_mode=mode)
+        npu.matmul_all_to_all(x, same, group, comm_mode=mode)
+        assert [options.get("comm_mode") for _, options in kernels.calls] == [mode] * 2
+    names = [npu.arguments_of(name) for name in npu_limits.EXCHANGED_OPERATORS.values()]
+    for known, allowed in zip(names, npu_wheel.EXCHANGED.values(), strict=True):
+        assert {"x1", "x2", "hcom", "world_size", *allowed} == known, known
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'heads'"):
+        torch_npu.npu_all_to_all_matmul(x, right.to(dtype), "tensor parallel", ranks, heads=4)
+    kernels.wrong = True
+    for wrong, truth in (
+        (npu.all_to_all_matmul(x, right.to(dtype), None, group)[0], whole @ right),
+        (npu.matmul_all_to_all(x, same, group), of_rank),
+    ):
+        with pytest.raises(AssertionError, match="relative error"):
+            close(wrong, truth, dtype)
+
+
+def old_exchanged_operators(kernels, group):
+    """torch_npu 2.7 has none of them, and the reason says it."""
+    names = [npu.arguments_of(name) for name in npu_limits.EXCHANGED_OPERATORS.values()]
+    assert names == [frozenset()] * 2
+    asked = ExchangedMatmul("all_to_all_matmul", 64, 64, 64, BF16, "npu", 2, soc=A2, arguments=names[0])
+    assert npu_limits.supports_exchanged(asked) == "the installed torch_npu has no operator npu_all_to_all_matmul"
+
+
+@pytest.mark.slow
+def test_matmuls_beside_an_all_to_all_match_the_truth_and_the_schemas(with_torch_npu):
+    with_torch_npu(old_exchanged_operators if npu_wheel.VERSION.startswith("2.7") else exchanged_operators)
 
 
 def comm_modes(kernels, group):

@@ -133,10 +133,15 @@ ALLOWED = {
     "npu_mm_reduce_scatter_base": {"reduce_op", "comm_turn", "comm_mode", *INT8},
     "npu_all_gather_base_mm": {"gather_index", "gather_output", "comm_turn", "comm_mode", *INT8},
 }
+# Beside an all-to-all, with what they take behind `world_size`, in order; torch_npu 2.7 has none of them.
+EXCHANGED = {
+    "npu_all_to_all_matmul": ("bias", "all2all_axes", "all2all_out_flag", "comm_mode"),
+    "npu_matmul_all_to_all": ("bias", "all2all_axes", "comm_mode"),
+}
 
 
 class CpuKernels:
-    """CPU kernels over gloo for the three fused operators, each of which checks that it is called as documented.
+    """CPU kernels over gloo for the fused operators, each of which checks that it is called as documented.
 
     groups  the group of each HCCL name
     calls   (operator, keyword arguments that differ from the schema's defaults) of each call so far
@@ -147,7 +152,7 @@ class CpuKernels:
         assert importlib.metadata.version("torch_npu") == VERSION
         self.groups, self.calls, self.wrong = {}, [], False
         self._library = torch.library.Library("npu", "IMPL")
-        for operator in ALLOWED:
+        for operator in (*ALLOWED, *(name for name in EXCHANGED if hasattr(torch.ops.npu, name))):
             self._library.impl(operator, getattr(self, operator), "CPU")
 
     def npu_mm_all_reduce_base(self, x1, x2, hcom, **options):
@@ -196,6 +201,43 @@ class CpuKernels:
         y = scaled_product(gathered, x2, x1_scale, x2_scale).to(result_dtype(x1, options))
         return y, gathered if options.get("gather_output", True) else x1.new_empty(0)
 
+    def npu_all_to_all_matmul(self, x1, x2, hcom, world_size, *given):
+        options = named("npu_all_to_all_matmul", given)
+        self._check_exchanged("npu_all_to_all_matmul", x1, x2, world_size, hcom, options)
+        assert x1.shape[0] % world_size == 0 and x2.shape[0] == x1.shape[1] * world_size, (x1.shape, x2.shape)
+        came = torch.empty_like(x1)
+        dist.all_to_all_single(came, x1, group=self.groups[hcom])
+        if self.wrong:
+            came.view(world_size, -1)[-1].zero_()
+        whole = came.view(world_size, -1, x1.shape[1]).transpose(0, 1).flatten(1)
+        y = self._added(whole.float() @ x2.float(), options)
+        return y.to(x1.dtype), whole if options.get("all2all_out_flag", True) else x1.new_empty(0)
+
+    def npu_matmul_all_to_all(self, x1, x2, hcom, world_size, *given):
+        options = named("npu_matmul_all_to_all", given)
+        self._check_exchanged("npu_matmul_all_to_all", x1, x2, world_size, hcom, options)
+        assert x2.shape[1] % world_size == 0 and x1.shape[1] == x2.shape[0], (x1.shape, x2.shape)
+        y = self._added(x1.float() @ x2.float(), options).to(x1.dtype)
+        sent = y.view(len(y), world_size, -1).transpose(0, 1).contiguous()
+        came = torch.empty_like(sent)
+        dist.all_to_all_single(came, sent, group=self.groups[hcom])
+        if self.wrong:
+            came[-1].zero_()
+        return came.flatten(0, 1)
+
+    def _added(self, y, options):
+        return y if options.get("bias") is None else y + options["bias"].float()
+
+    def _check_exchanged(self, operator, x1, x2, world_size, hcom, options):
+        self.calls.append((operator, options))
+        assert world_size == self.groups[hcom].size() and world_size in (2, 4, 8, 16), f"world_size {world_size}"
+        assert x1.dtype == x2.dtype and x1.dtype in (torch.float16, torch.bfloat16), (x1.dtype, x2.dtype)
+        assert x1.dim() == x2.dim() == 2 and x1.is_contiguous() and x2.is_contiguous(), (x1.stride(), x2.stride())
+        bias, axes = options.get("bias"), [-2, -1] if operator == "npu_all_to_all_matmul" else [-1, -2]
+        assert options.get("all2all_axes") in (None, axes), options
+        wide = torch.float32 if x1.dtype == torch.bfloat16 else torch.float16
+        assert bias is None or (bias.dtype == wide and bias.shape == (x2.shape[1],)), (bias.dtype, bias.shape)
+
     def _check(self, operator, x1, x2, world_size, hcom, options):
         self.calls.append((operator, options))
         assert world_size == self.groups[hcom].size(), f"world_size {world_size}"
@@ -221,6 +263,10 @@ class CpuKernels:
             product.zero_()
         dist.all_reduce(product, group=group)
         return product
+
+
+def named(operator, given):
+    return dict(zip(EXCHANGED[operator], given, strict=False))
 
 
 def scales(options):
