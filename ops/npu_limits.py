@@ -116,6 +116,17 @@ def _expert_refusals(exchange: Exchange) -> Iterator[str]:
         yield f"the installed torch_npu has no operator {' or '.join(EXPERT_OPERATORS)}"
 
 
+def fused_operators_of(soc: str) -> list[str]:
+    """Return the fused operators that are documented for a chip, with the ranks that each takes."""
+    generation = GENERATIONS.get(soc, "")
+    ranks = dict(RANKS.get(generation, {}))
+    if generation in EXCHANGED_RANKS:
+        ranks |= dict.fromkeys(EXCHANGED_OPERATORS, EXCHANGED_RANKS[generation])
+    if generation in EXPERT_RANKS:
+        ranks["experts in inference"] = EXPERT_RANKS[generation]
+    return [f"{operator} on {counts[0]} to {counts[-1]} ranks" for operator, counts in ranks.items()]
+
+
 def supports_exchanged(matmul: ExchangedMatmul) -> str | None:
     """Return why the fused operator cannot run a matmul beside an all-to-all, or None; as `supports`."""
     return next(_exchanged_refusals(matmul), None)

@@ -19,6 +19,10 @@ def test_doctor_names_the_emulation_and_the_devices():
     found = {(each["section"], each["name"]): each for each in findings}
     assert found["versions", "torch_npu"]["found"] == "2.13.0"
     assert found["versions", "CANN"]["found"] == "emulated by emulated_ascend: nothing runs on an NPU"
+    operators = found["versions", "fused operators"]["found"]
+    assert operators.startswith("Ascend910B1: matmul_all_reduce on 1 to 8 ranks, ")
+    assert "all_to_all_matmul on 2 to 8 ranks, matmul_all_to_all on 2 to 8 ranks" in operators
+    assert "experts" not in operators  # A3 alone
     assert found["devices", "accelerators"]["found"] == "8 of npu"
     assert found["kernels", "npu"]["found"] == "available"
     assert done.returncode == 0, done.stdout

@@ -113,7 +113,12 @@ OURS = "this package's layers"
 FEATURES = (
     OverlapFeature(OURS, ("RowLinear", "ColumnLinear", "ascend_parallel::")),
     OverlapFeature(
-        "Ascend's fused operators (MC2)", ("MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter"), fused=True
+        "Ascend's fused operators (MC2)",
+        (
+            *("MatmulAllReduce", "AllGatherMatmul", "MatmulReduceScatter", "AlltoAllMatmul", "MatmulAlltoAll"),
+            *("AlltoAllvGroupedMatMul", "GroupedMatMulAlltoAllv"),
+        ),
+        fused=True,
     ),
     OverlapFeature(
         "TransformerEngine's user buffers (--tp-comm-overlap)", ("userbuffers_", "UserBuffers", "ubuf_"), fused=True

@@ -25,6 +25,8 @@ from ascend_parallel.diagnostics.installed import installed_build
 from ascend_parallel.ops import chunk_loop
 from ascend_parallel.ops.call import HEAD_EXCHANGE, KEY_GATHER, Exchange
 from ascend_parallel.ops.key_gather import GATHER, choose_exchange, cut_heads
+from ascend_parallel.ops.npu import soc_name
+from ascend_parallel.ops.npu_limits import fused_operators_of
 from ascend_parallel.ops.registry import would_choose
 from ascend_parallel.overlap.choices import NO_LAYER, overlap_in_words
 from ascend_parallel.settings import Settings
@@ -228,7 +230,18 @@ def _versions() -> Iterator[Finding]:
         yield Finding(section, "torch_npu", npu, BAD, advice)
     if npu or cann:
         yield _optional("CANN", cann, "source set_env.sh", "not found", BAD)
+        yield from _fused_operators()
     yield _optional("compiler", _compiler(), "needed to build the shared-memory kernel", "none")
+
+
+def _fused_operators() -> Iterator[Finding]:
+    """Yield which fused operators are documented for this machine's chip; nothing where there is none."""
+    module: Any = getattr(torch, "npu", None)
+    if module is None or not module.is_available():
+        return
+    chip = soc_name()
+    found = fused_operators_of(chip)
+    yield Finding("versions", "fused operators", f"{chip}: {', '.join(found) or 'none'} (USE_COC_FUSED_KERNEL=1)")
 
 
 def _imported_elsewhere() -> str | None:
