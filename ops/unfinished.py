@@ -366,12 +366,9 @@ class Leads:
         if not self.asked or pending.stops_host or Captures.running or not runs_ahead(device.type):
             return True
         launched = self._launched.setdefault(pending.group, deque())
-        if len(launched) < LEAD:
-            event, ahead = torch.Event(device.type), False
-        else:
-            event = launched.popleft()
-            ahead = not event.query()
-        event.record()
+        ahead = len(launched) == LEAD and not launched.popleft().query()
+        event = torch.Event(device.type)  # a new one: an event stays on the device of its first stream
+        event.record(torch.accelerator.current_stream(device))
         launched.append(event)
         return ahead
 
@@ -453,17 +450,21 @@ def _settle_around_captures() -> None:
 def _settling(original: Callable[..., Any], ends: bool) -> Callable[..., Any]:
     @wraps(original)
     def capture(*args: Any, **kwargs: Any) -> Any:
+        if not ends:
+            settle()  # if that fails nothing begins: nobody would end it
+            Captures.running += 1
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                Captures.running -= 1
+                raise
         try:
             settle()
         finally:  # a capture that fails ends all the same
-            Captures.running += not ends
             try:
                 result = original(*args, **kwargs)
-            except BaseException:
-                Captures.running -= not ends
-                raise
             finally:
-                Captures.running = max(0, Captures.running - ends)
+                Captures.running = max(0, Captures.running - 1)
         return result
 
     return capture

@@ -47,6 +47,7 @@ REMAINS = {
     "ops.unfinished.LEADS.asked": MEASURED,
     "ops.unfinished._settling": PART,
     "ops.unfinished.runs_ahead": MACHINE,
+    "ops.unfinished.settle": PLANTED,
     "ops.unfinished_heads.multiply": SEEN,
     "overlap.context.project": PLANTED,
     "overlap.quantised._log_dequantised": CACHE,

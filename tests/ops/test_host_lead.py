@@ -19,6 +19,7 @@ class Device:
 
     def __init__(self):
         self.launched = self.passed = self.asked = 0
+        self.streams = []
 
 
 class Mark:
@@ -27,7 +28,8 @@ class Mark:
     def __init__(self, device):
         self.device, self.number = device, 0
 
-    def record(self):
+    def record(self, stream):
+        self.device.streams.append(stream)
         self.device.launched += 1
         self.number = self.device.launched
 
@@ -41,11 +43,12 @@ def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(unfinished, "runs_ahead", lambda _: True)
     monkeypatch.setattr(torch, "Event", lambda _: Mark(made))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     return made
 
 
-def result(group, stops_host=False):
-    return SimpleNamespace(tensor=torch.ones(1), group=group, stops_host=stops_host)
+def result(group, stops_host=False, device="cpu"):
+    return SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device)), group=group, stops_host=stops_host)
 
 
 def test_the_host_is_ahead_by_results_of_a_group(device):
@@ -61,6 +64,13 @@ def test_where_waits_stop_the_host_rows_come_later_and_nothing_is_asked(device):
     leads, group = Leads(), Group()
     assert all(leads.host_is_ahead(result(group, stops_host=True)) for _ in range(2 * LEAD))
     assert device.launched == device.asked == 0
+
+
+def test_a_mark_lies_in_the_stream_of_the_results_device(device, monkeypatch):
+    leads, group = Leads(), Group()
+    for number in (1, 0, 1):
+        leads.host_is_ahead(result(group, device=f"cuda:{number}"))
+    assert device.streams == [f"the stream of cuda:{number}" for number in (1, 0, 1)]
 
 
 class Graph:
@@ -103,3 +113,19 @@ def test_a_capture_counts_while_it_runs_also_if_it_fails():
     with pytest.raises(RuntimeError, match="planted"):
         BEGIN(graph, fails=True)
     assert Captures.running == 0 and graph.seen == [1, 1, 1]
+
+
+def test_a_capture_before_which_rows_cannot_be_finished_does_not_begin(monkeypatch):
+    """Where `capture_begin` raises, no context manager ends what has begun."""
+
+    def fails():
+        raise RuntimeError("planted")
+
+    graph = Graph()
+    monkeypatch.setattr(unfinished, "settle", fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        BEGIN(graph)
+    assert not graph.seen and Captures.running == 0
+    with pytest.raises(RuntimeError, match="planted"):
+        END(graph)
+    assert graph.seen == [0]
