@@ -366,11 +366,12 @@ def model_step(case: Case) -> Callable[[], None]:
 
     model = model_of(case).to("npu")
     tokens = torch.randint(case.vocab, (case.batch, case.sequence + 1), generator=torch.Generator().manual_seed(1))
-    tokens = tokens.to("npu")
+    tokens, optimizer = tokens.to("npu"), torch.optim.SGD(model.parameters())
 
     def step() -> None:
         for parameter in model.parameters():
             parameter.grad = None
+        optimizer.step()  # changes nothing: it tells auto where a step ends
         next_token_loss(model, tokens).backward()
         finalize_gradients(model)
 
@@ -387,10 +388,12 @@ def layers_step(case: Case) -> Callable[[], None]:
     dy = torch.zeros_like(x)
     mask = torch.ones(1, 1, case.sequence, case.sequence, dtype=torch.bool, device="npu").triu(1)
     rotary = model.rotary_pos_emb(case.sequence) if hasattr(model, "rotary_pos_emb") else None
+    optimizer = torch.optim.SGD(layers.parameters())
 
     def step() -> None:
         for each in (x, *layers.parameters()):
             each.grad = None
+        optimizer.step()  # changes nothing: it tells auto where a step ends
         layers(x, mask, rotary_pos_emb=rotary).backward(dy)
 
     return step

@@ -17,10 +17,12 @@ with megatron(
     model, mask = gpt_model(config, {"num_chunks": "auto"}, hidden)
     tokens = torch.zeros(2, hidden, dtype=torch.int64, device="npu")
     positions = torch.arange(hidden, device="npu").repeat(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
     for _ in range(64):
         model(tokens, positions, mask, labels=tokens).float().mean().backward()
         for weight in model.parameters():
             weight.grad = None
+        optimizer.step()  # changes nothing: it says where a step ends
     from megatron.core.tensor_parallel import RowParallelLinear
 
     groups = RowParallelLinear.forward.ascend_parallel.decider.groups

@@ -92,6 +92,7 @@ REMAINS = {
     "tuning.measured.tuner.MeasuredBreakdowns.of": MEASURED,
     "tuning.measured.decider.Decider.known_of_layer": MEASURED,
     "tuning.measured.decider.confirmed": MEASURED,
+    "tuning.measured.decider.is_capturing": MACHINE,
 }
 
 

@@ -18,7 +18,7 @@ from pool import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 import ascend_parallel
-from ascend_parallel.tuning.measured import step_contest
+from ascend_parallel.tuning.measured import decider, step_contest
 from ascend_parallel.tuning.measured.step_contest import ALONE, ROUNDS, WHOLE, decide, turns_of
 
 DEVICE_BOUND = {ALONE: 1.0, WHOLE: 1.0, 2: 0.95, 4: 0.9}
@@ -75,11 +75,21 @@ def micro_batch(model, number, sequence_parallel):
 
 
 def results(model, x, y):
-    """Run the backward; return everything that a step computes, and leave no gradient."""
-    y.square().sum().backward()
-    found = [y.detach(), x.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+    """Run the backward, if there is one; return everything that a step computes, and leave no gradient."""
+    if y.requires_grad:
+        y.square().sum().backward()
+    found = [
+        y.detach(),
+        *([] if x.grad is None else [x.grad]),
+        *(weight.grad for weight in model.parameters() if weight.grad is not None),
+    ]
     model.zero_grad()
     return found
+
+
+def optimize():
+    """Take an optimizer's step, which changes no weight of the model."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
 def train(model, costs, steps=MOST_STEPS, run=micro_batch, batches=1, sequence_parallel=False):
@@ -91,6 +101,7 @@ def train(model, costs, steps=MOST_STEPS, run=micro_batch, batches=1, sequence_p
             ways.append(way_of(model))
             found += [results(model, *each) for each in waiting]
             Clock.now += costs[ways[-1]]
+            optimize()
     return ways, found, [line for line in said if "whole steps" in line]
 
 
@@ -229,8 +240,12 @@ def without_backward(model, number, _):
     """Run a forward whose backward only the other rank runs, once: rows alone have no collective there."""
     x, y = micro_batch(model, number, False)
     if number == 20 and torch.distributed.get_rank() == 0:
+        HELD.append(y)
         return x, (y.detach() * x).sum(-1)
     return x, y
+
+
+HELD = []
 
 
 @on_ranks(2)
@@ -268,3 +283,76 @@ def test_each_round_has_each_way_once_and_every_rank_the_same_order():
     turns = turns_of(ways)
     assert turns == turns_of(ways) and len(turns) == len(ways) * (ROUNDS + 2)
     assert all(sorted(turns[at : at + 4]) == sorted(ways) for at in range(0, len(turns), 4))
+
+
+@on_ranks(2)
+def test_a_model_of_many_layers_has_its_contest(group):
+    """Its first pass has more calls than `MOST_LENGTHS` passes of one."""
+    with models(group, steps=0) as (model, _):
+        model.parts.extend(list(model.parts) * step_contest.MOST_LENGTHS)
+        ways, _, said = train(model, DEVICE_BOUND)
+        assert ways[-1] == 4, said
+
+
+def accumulated(batches, optimizer):
+    """Run each micro-batch and its backward; the optimizer's time follows the last one of a step."""
+
+    def run(model, number, sequence_parallel):
+        for index in range(batches):
+            given = micro_batch(model, batches * number + index, sequence_parallel)
+            Clock.now += optimizer * (index == batches - 1)
+            if index < batches - 1:
+                results(model, *given)
+                Clock.now += DEVICE_BOUND[way_of(model)]
+        return given
+
+    return run
+
+
+@pytest.mark.parametrize("batches", [2, 8])
+@on_ranks(2)
+def test_micro_batches_whose_gradients_are_accumulated_are_one_step(group, batches):
+    """The optimizer takes as long as a micro-batch: what it would add to one in turn with others would decide."""
+    with models(group, steps=0) as (model, _):
+        ways, _, said = train(model, DEVICE_BOUND, run=accumulated(batches, 1.0))
+        assert ways[-1] == 4 and {WHOLE, 2} < set(ways), said
+
+
+def without_gradients_between(model, number, sequence_parallel):
+    """Run the model without gradients as well, in the mode of training."""
+    with torch.no_grad():
+        for _ in range(1 + number % 2):
+            micro_batch(model, number, sequence_parallel)
+    return micro_batch(model, number, sequence_parallel)
+
+
+def dry_runs_first(model, number, sequence_parallel):
+    """Run forwards without a backward before and within the first steps."""
+    if number in (0, 2):
+        micro_batch(model, number, sequence_parallel)
+    return micro_batch(model, number, sequence_parallel)
+
+
+def behind_what_is_frozen(model, number, sequence_parallel):
+    """Give the first layer an input without gradients."""
+    x, _ = micro_batch(lambda x: x, number, sequence_parallel)
+    return x, model(x.detach())
+
+
+@pytest.mark.parametrize("run", [without_gradients_between, dry_runs_first, behind_what_is_frozen])
+@on_ranks(2)
+def test_odd_forwards_do_not_keep_the_contest_from_its_end(group, run):
+    alone = run is behind_what_is_frozen  # then the first layer begins the passes
+    with models(group, rows_alone=alone, run=run) as (model, truth):
+        ways, found, said = train(model, DEVICE_BOUND, MOST_STEPS + 8, run)
+        assert ways[-1] == 4 and same(found, truth), said
+
+
+@on_ranks(2)
+def test_a_captured_step_runs_as_decided_alone(group):
+    with models(group) as (model, _):
+        ways, _, _ = train(model, DEVICE_BOUND, 12)
+        with mock.patch.object(decider, "is_capturing", lambda: True):
+            captured, _, _ = train(model, DEVICE_BOUND, 8)
+        later, _, said = train(model, DEVICE_BOUND)
+        assert len(set(ways)) > 1 and set(captured) == {ALONE} and later[-1] == 4, said

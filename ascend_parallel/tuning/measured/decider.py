@@ -26,7 +26,7 @@ from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
-from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
+from ascend_parallel.process_groups.consistency import DisagreementError, is_capturing, store_all_gather
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.measured.chunk_plan import Entry, Plan
 from ascend_parallel.tuning.measured.part_groups import Run, common_groups, measured_groups
@@ -188,6 +188,9 @@ class Decider:
         of_group = self._of(group)
         contest = of_group.contest
         if contest is None:
+            return
+        if is_capturing():  # a graph keeps its way, and a replay is no turn
+            of_group.way = ALONE
             return
         contest.enter(layer, x, group, communicates)
         of_group.way = contest.way

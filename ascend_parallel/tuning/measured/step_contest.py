@@ -5,10 +5,11 @@ training itself is the contest: its steps run in turn with the framework's own l
 and in fixed numbers of chunks. Events in the device's stream time them, and nothing waits for the device. The winner
 runs in turn with the framework's own layers once more: among several ways a lucky one may be the fastest.
 
-Every rank of the group takes the same turns, by construction. A step begins with the call of one layer, the first whose
-forward has a collective: each rank makes that call as often as the others. Where a turn begins, ranks tell each other
-whether a forward still waits for its backward; if any does, or if their steps differ, what was decided alone stays. Its
-time is taken from the second such call on: the first one's collective has brought the ranks' devices together.
+Every rank of the group takes the same turns, by construction. A pass begins with the call of one layer, the first whose
+forward has a collective: each rank makes that call as often as the others. A step begins with the pass behind an
+optimizer's step. Where a turn begins, ranks tell each other whether a forward still waits for its backward; if any
+does, or if their steps differ, what was decided alone stays. Its time is taken from the second such call on: the first
+one's collective has brought the ranks' devices together.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ascend_parallel.ops.chunk_loop import LOOP
 from ascend_parallel.ops.clocks import Mark
 from ascend_parallel.process_groups.backend import backend_of
-from ascend_parallel.process_groups.consistency import DisagreementError, is_capturing, store_all_gather
+from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
 
 log = logging.getLogger("ascend_parallel")
@@ -38,8 +40,10 @@ ALONE, WHOLE, COUNTS = 0, 1, (2, 4)
 ROUNDS = 7
 # The passes at which ranks compare their steps, until these are the same and regular.
 FIRST, LAST = 4, 4096
-# Calls without a new pass, in lengths of the longest one: its layer is no longer called.
-MOST_CALLS = 16
+# From this pass on a step may be a pass: no optimizer of torch runs.
+UNSTEPPED = 1024
+# Calls without a new pass, and in lengths of the longest one: its layer is no longer called.
+MOST_CALLS, MOST_LENGTHS = 4096, 16
 STARVED = 0.5  # share of a step's calls at which the device had already done what was launched before the last one
 
 
@@ -92,18 +96,38 @@ def _in_words(way: int) -> str:
     return names.get(way, f"{way} chunks")
 
 
+class OptimizerSteps:
+    """Counts the steps of this process's optimizers."""
+
+    taken: ClassVar[int] = 0
+
+    @classmethod
+    def note(cls, *_: object) -> None:
+        """Note a step."""
+        cls.taken += 1
+
+
+@lru_cache(maxsize=1)
+def _count_optimizer_steps() -> None:
+    register_optimizer_step_post_hook(OptimizerSteps.note)
+
+
 class StepContest:
     """The contest of one group's layers."""
 
     def __init__(self) -> None:
         """Begin with what is decided of each pass alone."""
+        _count_optimizer_steps()
         self.way = ALONE
         self.decision: StepDecision | None = None
         self._anchor: ReferenceType[torch.nn.Module] | None = None  # whose call begins a pass
         self._passes = self._changed = 0  # so many have begun; at which one something was decided alone
         self._calls = self._longest = 0  # since the latest pass began, and in the longest
         self._waiting: dict[int, Any] = {}  # pass whose backward has not ended -> the hook on its way
-        self._boundaries: list[int] = []  # passes at whose beginning no other waited
+        self._graded = False  # whether a pass had gradients
+        self._rests = False  # whether the calls since the latest pass belong to none: without gradients, as evaluation
+        self._first_steps = self._steps = OptimizerSteps.taken  # at the beginning, and at the latest boundary
+        self._boundaries: list[int] = []  # passes at which steps began
         self._period = self._next = 0  # passes in a turn, and the first one of the next turn
         self._cuts = False  # whether a pass was cut, timed alone
         self._turns: list[int] = []
@@ -120,7 +144,7 @@ class StepContest:
 
     def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, communicates: bool) -> None:
         """Begin a call of a layer on `group`; communicates: whether its forward has a collective."""
-        if self.decision is not None or is_capturing():
+        if self.decision is not None:
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputed forward
             if self._anchor is not None and self._anchor() is layer and self._waiting:
@@ -133,12 +157,16 @@ class StepContest:
             return
         if communicates:
             self._anchor = self._anchor or ref(layer)
-            self._calls += 1
-        if self._anchor is not None and self._anchor() is layer:
+        begins = self._anchor is not None and self._anchor() is layer
+        if begins:
+            self._note_grad_mode()
+        self._calls += communicates
+        if begins and not self._rests:
             self._begin(x, group)
         elif communicates and self._unmarked:
             self._begun, self._unmarked = Mark(x.device), False
-        if self._longest and self._calls > MOST_CALLS * self._longest:
+        self._hook(x)
+        if self._calls > max(MOST_CALLS, MOST_LENGTHS * self._longest):
             self._keep(StepDecision(ALONE, "the layer that began them is no longer called"))
         if self.decision is None and self._turns and len(self._spans) >= self._timed:
             self._look(x.device)
@@ -157,9 +185,27 @@ class StepContest:
         elif self._passes == self._next:
             self._turn(x.device, group)
         if self.decision is None:
-            graded = torch.is_grad_enabled() and x.requires_grad
+            self._waiting[self._passes] = None
+
+    def _note_grad_mode(self) -> None:
+        """See whether a pass has gradients: once one had, those without are no training; else they are recomputed."""
+        graded = torch.is_grad_enabled()
+        if graded and not self._graded:
+            self._waiting.clear()
+        self._graded |= graded
+        self._rests = self._graded and not graded
+
+    def _hook(self, x: torch.Tensor) -> None:
+        """Have the backward of the latest pass noted where it comes to its first call that has one."""
+        if torch.is_grad_enabled() and x.requires_grad and self._waiting.get(self._passes, self) is None:
             hook = partial(self._came_back, self._passes)
-            self._waiting[self._passes] = x.register_hook(hook) if graded else None  # type: ignore[no-untyped-call]
+            self._waiting[self._passes] = x.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _forget_dropped(self) -> None:
+        """Forget the passes whose graph is gone: their backward cannot come."""
+        gone = [number for number, hook in self._waiting.items() if hook is not None and hook.hooks_dict_ref() is None]
+        for number in gone:
+            del self._waiting[number]
 
     def _came_back(self, number: int, _: object = None) -> None:
         """Note that the backward of a pass has come to the layer that began it."""
@@ -169,14 +215,19 @@ class StepContest:
 
     def _watch(self, group: dist.ProcessGroup) -> None:
         """See where steps begin; at some passes, which are the same on all ranks, agree on the contest's first one."""
-        if not self._waiting:
-            self._boundaries = [*self._boundaries[-2:], self._passes]
+        self._forget_dropped()
+        stepped = OptimizerSteps.taken != self._first_steps
+        if not self._waiting and (not stepped or OptimizerSteps.taken != self._steps):
+            # What began before the first optimizer's step may be one of several micro-batches.
+            before = [] if self._steps == self._first_steps and stepped else self._boundaries[-2:]
+            self._boundaries, self._steps = [*before, self._passes], OptimizerSteps.taken
         if self._passes < FIRST or self._passes & (self._passes - 1):
             return
         gaps = [after - before for before, after in zip(self._boundaries, self._boundaries[1:], strict=False)]
-        period = gaps[-1] if len(gaps) == 2 and gaps[0] == gaps[1] else 0
+        regular = len(gaps) == 2 and gaps[0] == gaps[1] and (stepped or self._passes >= UNSTEPPED)
+        period = gaps[-1] if regular else 0
         begin = self._boundaries[-1] + period if period and self._changed < self._boundaries[-2] else 0
-        if begin == self._passes:
+        while begin and begin <= self._passes:
             begin += period
         mine = {"begin": begin, "period": period, "cuts": self._cuts}
         found = list(_gathered(group, mine).values())
@@ -184,11 +235,16 @@ class StepContest:
             self._period, self._next = period, begin
             self._turns = turns_of([WHOLE, *([ALONE] if self._cuts else []), *COUNTS])
         elif self._passes >= LAST:
-            self._keep(StepDecision(ALONE, "they are not regular, or differ between ranks"))
+            self._keep(
+                StepDecision(
+                    ALONE, "they are not regular, differ between ranks, or leave a forward without its backward"
+                )
+            )
 
     def _turn(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """End a turn, and begin the next one, or decide."""
         ended = Mark(device)
+        self._forget_dropped()
         if any(each["waiting"] for each in _gathered(group, {"waiting": len(self._waiting)}).values()):
             self._keep(StepDecision(ALONE, "a forward waits for its backward where a step begins"))
         elif self._unmarked:
