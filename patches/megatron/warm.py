@@ -2,7 +2,7 @@
 
 A warm call takes the layer of its key, and runs; one that was left whole runs Megatron-core's own forward. What is read
 of the layer, its configuration, the program's arguments and its operands is in the key, with what is measured also
-their shapes; what may change beside them, the replaced functions and regions, is asked at each call. A call that the
+their shapes; what may change beside them, the replaced functions, is asked at each call. A call that the
 key does not describe in full is never kept: it is decided each time.
 """
 
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ascend_parallel.ops.unfinished import UnfinishedTensor
 from ascend_parallel.overlap.layer import ParallelLinear
 from ascend_parallel.overlap.layer_shape import COLUMN
 from ascend_parallel.overlap.weight_gradient import WeightGradient
@@ -98,16 +99,17 @@ class WarmCalls:
             if measured in decided.left_whole:
                 return None if framework.region_choice.on or framework.region_choice.undecided else True
         calls = self._of_groups.get(group)
-        if calls is None:
+        if calls is None or framework.region_choice.undecided:
             return None
-        key = measured, _key(layer, kind, x, weight, gathers)
+        leaves_rows = framework.leaves_rows_of(layer) if framework.region_choice.on else 0
+        key = measured, leaves_rows, _key(layer, kind, x, weight, gathers)
         try:
             options = calls.get(key)
         except TypeError:  # the value of an option cannot be hashed
             return None
         if options is None:
             return None
-        if framework.region_choice.on or framework.region_choice.undecided or self._any_replaced(layer):
+        if self._any_replaced(layer):
             return None
         found: ParallelLinear = object.__new__(ParallelLinear)  # a constructor takes five times as long
         vars(found).update(options, group=group)
@@ -122,7 +124,7 @@ class WarmCalls:
     def keep(self, call: LinearCall, weight: torch.Tensor | None, gathers: bool | None = None) -> None:
         """Keep a call that was decided, once its group's ranks have agreed, for later ones with its key."""
         framework, layer = self._framework, call.layer
-        if not self._keeps or framework.region_choice.on or framework.region_choice.undecided:
+        if not self._keeps or framework.region_choice.undecided:
             return
         if call.own_matmul is not None or call.enter is not None or not _is_described(call, weight, gathers):
             return
@@ -146,12 +148,13 @@ class WarmCalls:
         if measured is not None:
             measured = framework.decider.groups[group].way, *measured
         options = dict(vars(layer_of(framework, call, group, known)))
+        leaves_rows = options["leaves_rows"]
         del options["group"]  # the table would keep it alive
         options["weight_gradient"] = WeightGradient()
         calls = self._of_groups.setdefault(group, {})
         if len(calls) == MOST_KEPT:
             calls.clear()
-        calls[measured, _key(layer, call.kind, call.x, weight, gathers)] = options
+        calls[measured, leaves_rows, _key(layer, call.kind, call.x, weight, gathers)] = options
 
 
 def measured_key(layer: Any, kind: str, x: torch.Tensor, given: torch.Tensor | None) -> tuple[Hashable, ...] | None:
@@ -218,7 +221,7 @@ def _is_described(call: LinearCall, weight: torch.Tensor | None, gathers: bool |
     parameters, features = layer._parameters, ("defer_embedding_wgrad_compute", "_cpu_offloading_context")
     asked = layer.gather_output if gathers is None and call.kind == "column" else gathers
     return (
-        type(call.x) in _PLAIN
+        type(call.x) in (*_PLAIN, UnfinishedTensor)
         and type(call.weight) in _PLAIN
         and call.weight is (parameters.get("weight") if weight is None else weight)
         and layer.bias is parameters.get("bias", layer)

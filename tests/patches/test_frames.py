@@ -153,6 +153,32 @@ def test_a_warm_call_notices_what_the_program_has_changed(group):
             assert y.equal(true_y) and (bias is None) == (true_bias is None), what
 
 
+def passed(row, column, x):
+    """Return the output of a column layer behind a row layer, and the gradients of x and of both weights."""
+    y, _ = column(torch.relu(row(x)[0]))
+    return [y, *torch.autograd.grad(y.square().sum(), [x, row.weight, column.weight])]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_calls_of_a_region_are_warm(group, sequence_parallel):
+    """The column layer's input has rows to come, where sequence parallelism does not gather them."""
+    with Layers(group.size()) as layers:
+        row, x = made(layers, "RowParallelLinear", sequence_parallel)
+        column = layers.make("ColumnParallelLinear", (96, 64), config={"sequence_parallel": sequence_parallel})
+        ascend_parallel.configure(num_chunks=1)
+        plain = passed(row, column, x)
+        for region in (True, False, True):
+            ascend_parallel.configure(num_chunks=4, region=region, region_rows=1)
+            ascend_parallel.ops.COUNTS.clear()
+            warm_calls = [passed(row, column, x) for _ in range(2)][1]
+            assert ("region" in ascend_parallel.ops.COUNTS.as_dict()) == region
+            found, called = functions_of(lambda: passed(row, column, x))
+            assert not called[DECIDES]
+            for one, other, right in zip(found, warm_calls, plain, strict=True):
+                assert torch.equal(one, right) and torch.equal(other, right)
+
+
 def doubled(name):
     return property(lambda layer: 2 * layer._parameters[name])
 
