@@ -261,11 +261,6 @@ class Pending:
             return work is not None
         return getattr(work, "tells_completion", True) and not work.is_completed()
 
-    @property
-    def stops_host(self) -> bool:
-        """Whether a wait stops the host until the collective is done; else it orders streams."""
-        return self._limit is not None
-
     def wait(self) -> torch.Tensor:
         """Wait for every collective and return the tensor; a second call returns at once."""
         if self._loop is not None:

@@ -63,7 +63,7 @@ from ascend_parallel.ops.row_views import rows_of_view
 from ascend_parallel.ops.row_wise import OPERATORS, RowWiseOperator
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.without_modes import without_grad_and_modes
-from ascend_parallel.process_groups.backend import usual_backend
+from ascend_parallel.process_groups.backend import backend_of, usual_backend
 from ascend_parallel.process_groups.consistency import is_capturing
 
 aten = torch.ops.aten
@@ -324,14 +324,12 @@ def may_be_filled_later() -> bool:
 def unfinished(pending: Pending, least_rows: int, counted: str = "region", blocks: int = 1) -> torch.Tensor:
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
-    Else, where no tensor may be changed later (functorch), and where the host does not run ahead of the device, wait.
-    `counted`: the name in `COUNTS`. blocks: as in `Rows`; the sizes of `pending` are those of a block.
+    Else, and where no tensor may be changed later (functorch), wait. `counted`: the name in `COUNTS`.
+    blocks: as in `Rows`; the sizes of `pending` are those of a block. Who calls has asked `LEADS`.
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
         return pending.wait()
     _settle_around_captures()
-    if not LEADS.host_is_ahead(pending):
-        return pending.wait()
     sizes = pending.sizes
     COUNTS.add(counted, len(sizes), 0)
     unread = _UNREAD.setdefault(pending.group, set())
@@ -347,9 +345,9 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
 class Leads:
     """Tells whether the host runs ahead of a device: whether rows that come later are worth the host's time.
 
-    Where the device waits for the host, a region costs the host more than it saves the device. So a result is waited
-    for at once, which takes the host no time there, unless the device still works on what was launched before the
-    group's `LEAD`-th last result. Ranks may decide differently: no collective depends on it.
+    Where the device waits for the host, a region costs the host more than it saves the device. So a layer waits for its
+    rows at once, which takes the host no time there, unless the device still works on what was launched before the
+    group's `LEAD`-th last such layer. Ranks may decide differently: no collective depends on it.
     """
 
     def __init__(self) -> None:
@@ -357,15 +355,17 @@ class Leads:
         self.asked = True  # a test that is about regions has all rows come later
         self._launched: weakref.WeakKeyDictionary[dist.ProcessGroup, deque[Any]] = weakref.WeakKeyDictionary()
 
-    def host_is_ahead(self, pending: Pending) -> bool:
-        """Tell whether the host is `LEAD` results of the group ahead of the device; notes this result.
+    def host_is_ahead(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Tell whether the host is `LEAD` layers of the group ahead of the device; notes this one.
 
         True where a wait stops the host, so that rows save its time; and in a capture, which has no host.
         """
-        device = pending.tensor.device
-        if not self.asked or pending.stops_host or Captures.running or not runs_ahead(device.type):
+        if not self.asked or not runs_ahead(device.type) or backend_of(group, device).blocks_host:
             return True
-        launched = self._launched.setdefault(pending.group, deque())
+        _settle_around_captures()
+        if Captures.running:
+            return True
+        launched = self._launched.setdefault(group, deque())
         ahead = len(launched) == LEAD and not launched.popleft().query()
         event = torch.Event(device.type)  # a new one: an event stays on the device of its first stream
         event.record(torch.accelerator.current_stream(device))

@@ -19,7 +19,7 @@ from ascend_parallel.ops.decision import Decision, because
 from ascend_parallel.ops.operators import in_timeline, rows_of, shaped
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.ops.unfinished import unfinished
+from ascend_parallel.ops.unfinished import LEADS, unfinished
 from ascend_parallel.overlap.known import region_chunks
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
 
@@ -90,7 +90,7 @@ def _start_sums(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torc
                 pending.launch(dist.all_reduce, place, group=group, async_op=True)
             else:
                 pending.launch(reduce_and_place, part.contiguous(), place, group)
-    return shaped(unfinished(pending, 1, COUNTED, blocks), y.shape)
+    return shaped(_left(pending, blocks), y.shape)
 
 
 def _start_scatters(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> torch.Tensor:
@@ -104,7 +104,13 @@ def _start_scatters(y: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup) -> 
         parts = torch.split_with_sizes(y.view(ranks, -1, batch, hidden), sizes, 1)
         for start, part in zip(starts, parts, strict=True):
             pending.launch(start, part.reshape(-1, hidden))
-    return shaped(unfinished(pending, 1, COUNTED), (tokens // ranks, batch, hidden))
+    return shaped(_left(pending), (tokens // ranks, batch, hidden))
+
+
+def _left(pending: Pending, blocks: int = 1) -> torch.Tensor:
+    """Return the rows of started collectives, unfinished where the host runs ahead."""
+    ahead = LEADS.host_is_ahead(pending.group, pending.tensor.device)
+    return unfinished(pending, 1, COUNTED, blocks) if ahead else pending.wait()
 
 
 def _recorded(

@@ -23,6 +23,7 @@ from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
 from ascend_parallel.ops.unfinished import (
+    LEADS,
     in_backward,
     may_be_filled_later,
     may_stay_unfinished,
@@ -73,6 +74,7 @@ class ParallelLinear:
     before_communicating: Callable[[], None] | None = None
     forward_wrapper: ForwardWrapper = run_directly
     leaves_rows: int = 0  # results in chunks of as many rows stay unfinished; 0: none
+    finishes: bool = False  # in this pass all the same no rows stay unfinished
     dtensors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     parts: tuple[int, ...] = ()  # features of a fused weight's parts on this rank; empty: one part
     input_grain: str | None = None  # rounds inputs to int8, with scales as of `quantise_rows`
@@ -140,24 +142,36 @@ class ParallelLinear:
         shape = LayerShape.of_rows(self.kind, count, self.group.size(), self.sequence_parallel, **fields)
         return known_in_call(self.settings, self.known, shape, direction, leaves_rows=True)
 
+    def as_host_allows(self, x: torch.Tensor) -> ParallelLinear:
+        """Return the layer for a pass with a result like x: rows come later only where the host runs ahead.
+
+        The cut of a pass stays as `leaves_rows` has it, because ranks may differ in this.
+        """
+        if not self.leaves_rows or LEADS.host_is_ahead(self.group, x.device):
+            return self
+        return self._with(finishes=True)
+
     def result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a row layer's collectives: finished, or with `leaves_rows` unfinished."""
-        return unfinished(pending, self.leaves_rows) if self.leaves_rows else pending.wait()
+        return unfinished(pending, self.leaves_rows) if self.leaves_rows and not self.finishes else pending.wait()
 
     def may_leave(self, pending: Pending) -> bool:
         """Tell whether the rows of an input gradient may stay unfinished: in a backward that autograd runs."""
-        return bool(self.leaves_rows) and in_backward() and may_stay_unfinished(pending.sizes, self.leaves_rows)
+        may_leave = bool(self.leaves_rows) and not self.finishes and in_backward()
+        return may_leave and may_stay_unfinished(pending.sizes, self.leaves_rows)
 
     @property
     def postpones_weight_gradient(self) -> bool:
         """Whether a weight gradient may come later than the backward, which autograd runs, of its layer."""
-        may_come_later = bool(self.leaves_rows) and in_backward() and may_be_filled_later()
+        leaves = bool(self.leaves_rows) and not self.finishes
+        may_come_later = leaves and in_backward() and may_be_filled_later()
         return may_come_later and self.weight_gradient.may_come_later
 
     @property
     def multiplies_gradient(self) -> bool:
         """Whether the weight gradient is one product of torch's, which nobody postpones."""
-        return not self.leaves_rows and not self.arithmetic.forms_every_product and self.weight_gradient.is_product
+        finishes = self.finishes or not self.leaves_rows
+        return finishes and not self.arithmetic.forms_every_product and self.weight_gradient.is_product
 
     def about_to_communicate(self) -> None:
         """Run `before_communicating`."""

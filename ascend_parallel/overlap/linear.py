@@ -188,6 +188,7 @@ def run_module_row(x_shard_k: torch.Tensor, weight: ModuleWeight, layer: Paralle
 
     sizes: the rows of each chunk, the same on every rank.
     """
+    layer = layer.as_host_allows(x_shard_k)
     with in_forward(SimpleNamespace(), "row", x_shard_k):
         layer.about_to_communicate()
         decision = decided_module(x_shard_k, weight, layer.group, sizes)
@@ -240,6 +241,8 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, weight and bias."""
         layer: ParallelLinear = ctx.layer.in_backward
+        if layer.leaves_rows:
+            layer = layer.as_host_allows(dy)
         kept, weight, layout = _saved(ctx)
         if (begin := layer.weight_gradient.begin) is not None:
             begin(kept, weight)
@@ -374,10 +377,13 @@ def row_forward(
         layer.before_communicating()
     group, settings = layer.group, layer.settings
     known = layer.known_for(FORWARD, x, weight) if layer.leaves_rows else layer.known
+    if layer.leaves_rows:
+        layer = layer.as_host_allows(x)
     w, layout = (weight.t(), TRANSPOSED) if isinstance(weight, torch.Tensor) else _right(weight)
     given = x if layer.input_grain is None else layer.input_of(x)
     features = w.shape[1] if product is None else product.shape[-1]
-    whole = product is None and not layer.leaves_rows and layer.comm_scales is None
+    finishes = layer.finishes or not layer.leaves_rows
+    whole = product is None and finishes and layer.comm_scales is None
     if not layer.sequence_parallel:
         scales = layer.comm_scales
         decision = decided(

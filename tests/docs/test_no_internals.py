@@ -46,6 +46,7 @@ REMAINS = {
     "ops.tree.all_gather_single": SEEN,
     "ops.unfinished.LEADS.asked": MEASURED,
     "ops.unfinished._settling": PART,
+    "ops.unfinished.backend_of": MACHINE,
     "ops.unfinished.runs_ahead": MACHINE,
     "ops.unfinished.settle": PLANTED,
     "ops.unfinished_heads.multiply": SEEN,

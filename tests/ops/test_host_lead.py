@@ -13,6 +13,9 @@ from ascend_parallel.ops.unfinished import LEAD, Leads
 class Group:
     """Stands for a process group."""
 
+    def __init__(self, blocks_host=False):
+        self.blocks_host = blocks_host
+
 
 class Device:
     """Stands for a device: how many marks were launched, how many it has passed, how often it was asked."""
@@ -42,34 +45,34 @@ class Mark:
 def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(unfinished, "runs_ahead", lambda _: True)
+    monkeypatch.setattr(unfinished, "backend_of", lambda group, _: SimpleNamespace(blocks_host=group.blocks_host))
     monkeypatch.setattr(torch, "Event", lambda _: Mark(made))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     return made
 
 
-def result(group, stops_host=False, device="cpu"):
-    return SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device)), group=group, stops_host=stops_host)
+CPU = torch.device("cpu")
 
 
 def test_the_host_is_ahead_by_results_of_a_group(device):
     leads, group, other = Leads(), Group(), Group()
-    asked = [leads.host_is_ahead(result(group)) for _ in range(LEAD + 2)]
+    asked = [leads.host_is_ahead(group, CPU) for _ in range(LEAD + 2)]
     assert asked == [False] * LEAD + [True] * 2
-    assert not leads.host_is_ahead(result(other))  # of which there was none
+    assert not leads.host_is_ahead(other, CPU)  # of which there was none
     device.passed = device.launched
-    assert [leads.host_is_ahead(result(group)) for _ in range(LEAD + 1)] == [False] * LEAD + [True]
+    assert [leads.host_is_ahead(group, CPU) for _ in range(LEAD + 1)] == [False] * LEAD + [True]
 
 
 def test_where_waits_stop_the_host_rows_come_later_and_nothing_is_asked(device):
-    leads, group = Leads(), Group()
-    assert all(leads.host_is_ahead(result(group, stops_host=True)) for _ in range(2 * LEAD))
+    leads, group = Leads(), Group(blocks_host=True)
+    assert all(leads.host_is_ahead(group, CPU) for _ in range(2 * LEAD))
     assert device.launched == device.asked == 0
 
 
 def test_a_mark_lies_in_the_stream_of_the_results_device(device, monkeypatch):
     leads, group = Leads(), Group()
     for number in (1, 0, 1):
-        leads.host_is_ahead(result(group, device=f"cuda:{number}"))
+        leads.host_is_ahead(group, torch.device(f"cuda:{number}"))
     assert device.streams == [f"the stream of cuda:{number}" for number in (1, 0, 1)]
 
 
@@ -95,12 +98,12 @@ END = unfinished._settling(Graph.capture_end, ends=True)
 def test_nothing_is_asked_while_a_graph_is_captured(device):
     leads, group, graph = Leads(), Group(), Graph()
     for _ in range(LEAD):
-        leads.host_is_ahead(result(group))
+        leads.host_is_ahead(group, CPU)
     before = device.launched
     BEGIN(graph)
-    assert leads.host_is_ahead(result(group)) and (device.launched, device.asked) == (before, 0)
+    assert leads.host_is_ahead(group, CPU) and (device.launched, device.asked) == (before, 0)
     END(graph)
-    leads.host_is_ahead(result(group))
+    leads.host_is_ahead(group, CPU)
     assert (device.launched, device.asked) == (before + 1, 1)
 
 
