@@ -14,9 +14,10 @@ sizes: "serial" exchanges all heads by torch's own all-to-alls, before and after
 and values in the place of the exchange, and its ranks have two pieces of the sequence each; "auto" is what
 COC_PARALLEL_NUM=auto measured and took. The table has medians of forward and backward in ms, medians of the ratios
 serial / own and one group / own, paired by round, with bootstrap intervals, and the medians over max(T_comp, T_comm),
-below which few schedules come. The layer projects queries, keys and values, attends, and projects the output, behind
-the exchange or under it ("projected"); "computation" is the layer without an exchange. The steps are forward, backward
-and AdamW of a Llama of transformers, with sdpa; "whole" is one group.
+below which few schedules come. The layer projects queries, keys and values, attends, and projects the
+output: before and behind the exchange, with the output under it ("output projected"), or with all under it
+("projected"); "computation" is the layer without an exchange. The steps are forward, backward and AdamW of a Llama of
+transformers, with sdpa; "whole" is one group.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ import ascend_parallel
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.context import run_attention
 from ascend_parallel.overlap.projected import Projection
+from ascend_parallel.overlap.projected_heads import AttentionInput
 from ascend_parallel.settings import Settings
 from ascend_parallel.tuning.bench.attention import AttentionCase, attend, runs_of
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, parts_of
 
 RANKS, GROUPS = 2, (1, 2, 4)
-WHOLE, PROJECTED = "whole", ", projected"
+WHOLE, OUTPUT, PROJECTED = "whole", ", output projected", ", projected"
 CASES = (
     AttentionCase(tokens=2048, heads=8, key_heads=8, width=64),
     AttentionCase(tokens=4096, heads=8, key_heads=8, width=64),
@@ -88,7 +90,7 @@ def _print_layers(options: argparse.Namespace) -> None:
         asked: dict[str, Any] = {"title": str(case), "case": asdict(case), "rounds": options.rounds}
         times = on_ranks("context:layer", RANKS, link=options.link, **asked)
         for name, own in times.items():
-            groups = times.get(name.removesuffix(PROJECTED), own)
+            groups = times.get(name.removesuffix(PROJECTED).removesuffix(OUTPUT), own)
             lines.append([str(case), name, milliseconds(own), *ratio(times["1 groups"], own), *ratio(groups, own)])
     print(table(["layer", "variant", "ms", "one group / own", "95 %", "not projected / own", "95 %"], lines))
 
@@ -160,22 +162,22 @@ def layer(group: dist.ProcessGroup, case: dict[str, Any], rounds: int) -> dict[s
     sizes = [count * asked.width for count in heads] + [hidden]
     *weights, weight = (torch.randn(rows, hidden).mul_(0.02).requires_grad_() for rows in sizes)
 
-    def step(groups: int, projected: bool) -> object:
-        q, k, v = (linear(x, w).view(1, own, -1, asked.width).permute(1, 0, 2, 3) for w in weights)
+    def step(groups: int, under: str) -> object:
+        given = AttentionInput.of(x, weights, asked.width) if under == PROJECTED else x
+        q, k, v = (linear(given, w).view(1, own, -1, asked.width).permute(1, 0, 2, 3) for w in weights)
         if not groups:  # as much attention as a rank has
             of_rank = (z[:, :, : z.shape[2] // ranks].repeat(ranks, 1, 1, 1) for z in (q, k, v))
             o = attend(None, *of_rank).reshape(ranks, own, 1, -1, asked.width).permute(1, 2, 0, 3, 4).flatten(2, 3)
         else:
-            projection = Projection(weight=weight, bias=None) if projected else None
+            projection = Projection(weight=weight, bias=None) if under else None
             how: dict[str, Any] = {"settings": Settings(), "known": Known(number=groups), "projection": projection}
             o = run_attention(q, k, v, attend, group=group, **how)
         y = linear(o.permute(1, 0, 2, 3).contiguous().reshape(1, own, -1), weight)
         return torch.autograd.grad(y, [x, *weights, weight], d_y)
 
-    runs: dict[str, Callable[[], object]] = {COMPUTATION: partial(step, 0, False)}
+    runs: dict[str, Callable[[], object]] = {COMPUTATION: partial(step, 0, "")}
     for count in (each for each in GROUPS if each <= asked.parts(ranks)):
-        runs[f"{count} groups"] = partial(step, count, False)
-        runs[f"{count} groups{PROJECTED}"] = partial(step, count, True)
+        runs |= {f"{count} groups{under}": partial(step, count, under) for under in ("", OUTPUT, PROJECTED)}
     return in_turn(runs, rounds)
 
 

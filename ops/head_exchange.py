@@ -83,9 +83,9 @@ class HeadGroup(SharedHeads):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return the group's heads of x [s, B, N, D], contiguous, rank after rank: [R s, B, n, D].
 
-        Of heads that are still to be made, those of this group are made.
+        Of heads that are still to be made, those of this group are made, below autograd.
         """
-        if isinstance(x, UnfinishedHeads):
+        if isinstance(x, UnfinishedHeads) and not torch.is_grad_enabled():
             alone = HeadGroup(range(len(self.heads)), len(self.heads), self.lengths, self.rank)
             return alone.join(x.some(2, self.places(x.shape[2])))
         joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()

@@ -16,6 +16,7 @@ from ascend_parallel.ops.collectives import all_gather_single
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.key_gather import GATHER, HEADS
 from ascend_parallel.ops.pending import NamedWork
+from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.overlap.choices import overlap_in_words
 from ascend_parallel.overlap.context import (
     Attention,
@@ -144,7 +145,7 @@ def _known_of(
 
     def run(known: Known | None) -> None:
         with without_trace(device), torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in operands)
+            q, k, v = (plain_tensor(x).detach().requires_grad_() for x in operands)
             if known is None and in_turn is not None:
                 made = in_turn(q, k, v)
             else:

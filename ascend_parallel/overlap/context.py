@@ -18,11 +18,13 @@ tokens. Forward has no combine, and backward no dispatch.
 Where causal rows are not balanced, ranks lend each other half of their queries (`borrower`): these go with the gathers,
 and their results come back as combines.
 
-A `Projection` that reads the output is multiplied here too (overlap/projected.py). Where heads are exchanged, the last
-group's heads come back in pieces of rows, and rows are multiplied as they come; the weight gradient, which is not cut,
-runs in backward while the last gradients of q, k and v come back.
+Queries, keys and values may be heads to come (overlap/projected_heads.py): a group's are projected before its dispatch,
+under that of another. A `Projection` that reads the output is multiplied here too (overlap/projected.py). Where heads
+are exchanged, the last group's heads come back in pieces of rows, and rows are multiplied as they come; the weight
+gradient, which is not cut, runs in backward while the last gradients of q, k and v come back.
 
-    forward    ... -> combine of the last group: rows 0 -> product of rows 0, rows 1 -> ... -> product of the last rows
+    forward    q, k, v 0 -> dispatch 0, q, k, v 1 -> dispatch 1 -> attention 0 -> ...
+               ... -> combine of the last group: rows 0 -> product of rows 0, rows 1 -> ... -> product of the last rows
     backward   columns of heads 0 -> dispatch 0, columns of heads 1 -> ... -> combine of the last group, weight gradient
 
 In one group an operator of torch_npu may run the way back with the projection, and in backward the projection's product
@@ -445,13 +447,15 @@ def _forward(
             return [heads.by_rank(o) if pieces and heads is call.groups[-1] else o]
         if isinstance(heads, LentKeyGroup):
             borrowed, *received = received
-            own = attended(heads, [_with_borrowed(heads, q, borrowed), *received])
+            own = attended(heads, [_with_borrowed(heads, operands[0], borrowed), *received])
             return _keep(heads, own, output)
-        heads.heads_of(output).copy_(attended(heads, [heads.heads_of(q), *received]))
+        heads.heads_of(output).copy_(attended(heads, [heads.heads_of(operands[0]), *received]))
         return []
 
+    if call.gathers:
+        operands = [finished(x) for x in operands]
     if call.lends:
-        sent, lent = [_lent(q), *operands[1:]], [_lent(output)]
+        sent, lent = [_lent(operands[0]), *operands[1:]], [_lent(output)]
         routes: list[Route[Heads]] = [_lent_route, own_route, own_route]
         part_exchange(
             sent, call.groups, attend, lent, call.group, call.decision, routes=routes, routes_back=[_lent_route]
@@ -465,10 +469,9 @@ def _forward(
         y, rows = project_heads(made.pop(), all_heads, weight, bias, call.group, call.projection)
         return rows.view(batch, tokens, heads, width), y.view(batch, tokens, -1)
     else:
-        come = project_rows if pieces else None
-        part_exchange(
-            operands, call.groups, attend, [output], call.group, call.decision, last_pieces=pieces, as_pieces_come=come
-        )
+        exchanged = [_made_in_groups(x, call.groups) for x in operands]
+        how: dict[str, Any] = {"last_pieces": pieces, "as_pieces_come": project_rows if pieces else None}
+        part_exchange(exchanged, call.groups, attend, [output], call.group, call.decision, prepare=_make_heads, **how)
     if not pieces:
         project_rows(None)
     return whole, None if y is None else y.view(batch, tokens, -1)

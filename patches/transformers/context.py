@@ -19,11 +19,13 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import logging
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import gcd
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_excha
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.context import attend_pieces, run_attention
 from ascend_parallel.overlap.projected import Projection
+from ascend_parallel.overlap.projected_heads import AttentionInput
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
@@ -58,6 +61,8 @@ from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings, current_settings
 
+log = logging.getLogger("ascend_parallel")
+
 VERSIONS = ">=5.18,<5.24"
 NAME = "ascend_parallel"
 GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of some rows
@@ -67,6 +72,8 @@ NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "c
 # What an attention module calls the linear layer that reads its output.
 PROJECTIONS = ("o_proj", "out_proj", "dense")
 LAYER_DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_dropout")
+# The hooks of a module.
+ALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Whether attention runs on what this rank has, as in `generate`.
 _WHOLE: ContextVar[bool] = ContextVar("whole sequences", default=False)
 
@@ -129,6 +136,7 @@ def _share(model: Any, own: dist.ProcessGroup, exchange: str | None) -> ContextP
     try:
         if can_run(model, own):
             context.proof = prove(model, context)
+            context.hand_inputs()
     except Exception:
         forward.remove()
         model.set_attn_implementation(context.implementation)
@@ -211,6 +219,8 @@ class ContextParallel:
         Whether all masks that were asked for during a proof were causal.
     projecting
         The attention modules whose output, as it is, goes through one linear layer, as a proof has seen.
+    widths
+        The attention modules that a proof has seen, with the features of a head.
     """
 
     def __init__(self, group: dist.ProcessGroup, implementation: str, exchange: str, model: Any) -> None:
@@ -219,6 +229,8 @@ class ContextParallel:
         self.proof, self.attended, self.proving, self.causal = Proof(), 0, False, True
         self._model, self._share = weakref.ref(model), Share()
         self.projecting: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.widths: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._said: set[str] = set()
         self._batches = WeakIdKeyDictionary()  # digests of whole batches, by the tensors that cut made of them
         self._at_documents: set[torch.Size] = set()  # shapes of parts that were cut where documents begin
         _, attentions = _interfaces()
@@ -246,6 +258,7 @@ class ContextParallel:
         if not self.proof.done and model is not None:
             with failures_announced(self.group):
                 self.proof = prove(model, self)
+                self.hand_inputs()
 
     @contextmanager
     def trial(self, proof: Proof) -> Iterator[None]:
@@ -438,6 +451,7 @@ class ContextParallel:
         self.attended += 1
         self._refuse_options(module, options)
         if self.proving:
+            self.widths[module] = gcd(query.shape[3], value.shape[3])
             all_came(self.group)
         mask, positions = attention_mask.of_all(options, self.group)
         options |= {"position_ids": positions if self.exchange == HEADS else None}
@@ -482,8 +496,47 @@ class ContextParallel:
         if weight.dim() != 2 or weight.shape[1] != query.shape[2] * width:
             return None, False
         if _is_hooked(layer):
+            self._say(module, f"{type(layer).__name__}, which reads attention's output, has hooks on what it reads")
             return None, True
         return Projection(weight=weight, bias=bias, on_use=functools.partial(self.projecting.add, module)), True
+
+    def hand_inputs(self) -> None:
+        """Have the attention modules that a proof has seen get hidden states whose heads are projected later."""
+        for module in self.widths:
+            if not any(isinstance(hook, InputHook) for hook in module._forward_pre_hooks.values()):
+                module.register_forward_pre_hook(InputHook(self), with_kwargs=True)
+
+    def input_of(self, module: torch.nn.Module, x: Any) -> Any:
+        """Return hidden states, of which the module's linear layers make heads once the exchange asks for them.
+
+        No collective depends on it: the exchange asks for the same heads, whatever a rank has around its layers.
+        """
+        width = self.widths.get(module)
+        if width is None or self.exchange != HEADS or self.runs_whole or ACTIVE_PATCH.framework is None:
+            return x
+        if self.proving or not isinstance(x, torch.Tensor):
+            return x
+        weights: list[torch.Tensor] = []
+        for name, layer in module.named_children():
+            weight = getattr(layer, "weight", None)
+            if name in PROJECTIONS or weight is None or weight.dim() != 2 or weight.shape[-1] != x.shape[-1]:
+                continue
+            if not _is_plain(weight, x) or len(weight) % width:
+                continue
+            if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
+                self._say(module, f"{name} is a {type(layer).__name__} with a forward of its own")
+            elif any(getattr(layer, hooks) for hooks in ALL_HOOKS):
+                self._say(module, f"{name} has hooks")
+            else:
+                weights.append(weight)
+        return AttentionInput.of(x, weights, width) if weights else x
+
+    def _say(self, module: torch.nn.Module, why: str) -> None:
+        """Log once, on this rank, why a projection does not run under the exchange."""
+        text = f"{type(module).__name__}: {why}"
+        if not self.proving and ACTIVE_PATCH.framework is not None and text not in self._said:
+            self._said.add(text)
+            log.warning("context_parallel: %s: it is projected before or behind the exchange, not under it", text)
 
     def _refuse_options(self, module: Any, options: Mapping[str, Any]) -> None:
         given = [name for name in NOT_EXCHANGED if options.get(name) is not None]
@@ -511,6 +564,22 @@ class ContextParallel:
                 return function(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
             with _attribute(module, "num_key_value_groups", query.shape[1] // key.shape[1]):
                 return function(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+
+
+class InputHook:
+    """A hook before an attention module's forward: hands it hidden states whose heads are projected later."""
+
+    def __init__(self, context: ContextParallel | None) -> None:
+        """Take the module's context; None: it was unpickled in a process whose ranks share nothing."""
+        self.context = context
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with hidden states that are projected later, the first or by name."""
+        if self.context is None:
+            return None
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": self.context.input_of(module, kwargs["hidden_states"])}
+        return ((self.context.input_of(module, args[0]), *args[1:]), kwargs) if args else None
 
 
 def _is_plain(x: Any, query: torch.Tensor) -> bool:

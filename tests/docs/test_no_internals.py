@@ -50,6 +50,7 @@ REMAINS = {
     "ops.unfinished.runs_ahead": MACHINE,
     "ops.unfinished.settle": PLANTED,
     "ops.unfinished_heads.multiply": SEEN,
+    "ops.unfinished_heads.multiply_columns": SEEN,
     "overlap.context.project": PLANTED,
     "overlap.quantised._log_dequantised": CACHE,
     "overlap.weight_gradient.GradientParts.add": SEEN,
