@@ -327,8 +327,10 @@ def steps_of(case: Case, chunks: list[str], rounds: int, captured: bool) -> dict
         states[name] = forwards()
         ascend_parallel.configure(num_chunks=1)
     ways: dict[str, tuple[Any, Callable[[], object]]] = {name: (state, step) for name, state in states.items()}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for name, state in states.items():
         for _ in range(3 + deciding(name) + (MOST_STEPS if "auto" in name else 0)):
+            optimizer.step()  # changes nothing: it tells auto where a step ends
             with_state(state, step)
         if captured:
             graph = torch.npu.NPUGraph()
@@ -366,12 +368,11 @@ def model_step(case: Case) -> Callable[[], None]:
 
     model = model_of(case).to("npu")
     tokens = torch.randint(case.vocab, (case.batch, case.sequence + 1), generator=torch.Generator().manual_seed(1))
-    tokens, optimizer = tokens.to("npu"), torch.optim.SGD(model.parameters())
+    tokens = tokens.to("npu")
 
     def step() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        optimizer.step()  # changes nothing: it tells auto where a step ends
         next_token_loss(model, tokens).backward()
         finalize_gradients(model)
 
@@ -388,12 +389,10 @@ def layers_step(case: Case) -> Callable[[], None]:
     dy = torch.zeros_like(x)
     mask = torch.ones(1, 1, case.sequence, case.sequence, dtype=torch.bool, device="npu").triu(1)
     rotary = model.rotary_pos_emb(case.sequence) if hasattr(model, "rotary_pos_emb") else None
-    optimizer = torch.optim.SGD(layers.parameters())
 
     def step() -> None:
         for each in (x, *layers.parameters()):
             each.grad = None
-        optimizer.step()  # changes nothing: it tells auto where a step ends
         layers(x, mask, rotary_pos_emb=rotary).backward(dy)
 
     return step

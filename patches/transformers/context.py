@@ -36,10 +36,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ascend_parallel.ops.head_exchange import HeadGroup
 from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_exchange, pieces_of
-from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.context import attend_pieces, run_attention
 from ascend_parallel.overlap.projected import Projection
 from ascend_parallel.overlap.projected_heads import AttentionInput
+from ascend_parallel.patches.attention_projection import PROJECTIONS, is_plain
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
@@ -69,8 +69,6 @@ GATHERED = ("sdpa", "eager")  # the attention implementations that take masks of
 # What some models give their attention beside the mask, for each head or each token of a rank.
 NOT_EXCHANGED = ("position_bias", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 
-# What an attention module calls the linear layer that reads its output.
-PROJECTIONS = ("o_proj", "out_proj", "dense")
 LAYER_DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_dropout")
 # The hooks of a module.
 ALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -491,7 +489,7 @@ class ContextParallel:
             return None, False
         layer = next(filter(None, (getattr(module, name, None) for name in PROJECTIONS)), None)
         weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-        if weight is None or not all(_is_plain(x, query) for x in (weight, bias) if x is not None):
+        if weight is None or not all(is_plain(x, query) for x in (weight, bias) if x is not None):
             return None, False
         if weight.dim() != 2 or weight.shape[1] != query.shape[2] * width:
             return None, False
@@ -521,7 +519,7 @@ class ContextParallel:
             weight = getattr(layer, "weight", None)
             if name in PROJECTIONS or weight is None or weight.dim() != 2 or weight.shape[-1] != x.shape[-1]:
                 continue
-            if not _is_plain(weight, x) or len(weight) % width:
+            if not is_plain(weight, x) or len(weight) % width:
                 continue
             if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
                 self._say(module, f"{name} is a {type(layer).__name__} with a forward of its own")
@@ -580,14 +578,6 @@ class InputHook:
         if "hidden_states" in kwargs:
             return args, kwargs | {"hidden_states": self.context.input_of(module, kwargs["hidden_states"])}
         return ((self.context.input_of(module, args[0]), *args[1:]), kwargs) if args else None
-
-
-def _is_plain(x: Any, query: torch.Tensor) -> bool:
-    """Tell whether x is a tensor or a parameter of torch's own, which is multiplied as `query` is."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and (x.device, operand_dtype(x)) == (
-        query.device,
-        operand_dtype(query),
-    )
 
 
 def _is_hooked(layer: Any) -> bool:
