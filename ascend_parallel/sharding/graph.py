@@ -167,8 +167,6 @@ class SharedSequence:
         In how many groups of heads; 0: a search takes what takes least time.
     repeats
         How often the graph has repeated each head of keys and values before: only the first of each is sent.
-    projected
-        The outputs of the linear layer that alone reads attention's output, as it is; 0: there is none.
     reason
         Why a search took this way.
     """
@@ -176,7 +174,6 @@ class SharedSequence:
     exchange: str = ""
     groups: int = 0
     repeats: int = 1
-    projected: int = 0
     reason: str = ""
 
 

@@ -26,7 +26,6 @@ from ascend_parallel.sharding.tracing.trace import trace
 from ascend_parallel.sharding.visualize.explain import explain, exposed_seconds
 from ascend_parallel.training import Strategy, train_step
 from ascend_parallel.training.options import StrategyOptionError
-from ascend_parallel.tuning.cost_model.shared_attention import SharedAttention
 
 LENGTH = 512
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -306,37 +305,6 @@ def test_the_plan_takes_the_way_of_least_time_and_says_why(heads, expected):
         grouped = propagate(graph, mesh, **cpu, sequence_groups=4)
         assert grouped.cost < plan.cost and f"{taken} in 4 groups: " in explain(grouped)
         assert exposed_seconds(grouped) < 0.75 * grouped.seconds and "stay exposed" in explain(grouped)
-
-
-def test_a_price_hides_the_last_combine_under_the_projection():
-    """1 s for each byte: 1 for q, k, v and o of a head each, 4 heads on 2 ranks."""
-    shared = SharedAttention(ranks=2, heads=4, key_heads=4, query=1, key=1, value=1, output=1)
-
-    def exposed(direction, groups, projection, exchange="heads"):
-        return shared.seconds(exchange, groups, 0.0, direction, lambda kind, size: size, projection)
-
-    assert exposed("forward", 1, 0) - exposed("forward", 1, 100) == 0  # one piece: nothing is multiplied under it
-    assert exposed("forward", 2, 0) - exposed("forward", 2, 100) == 8 / 2  # o of 4 heads of 2 ranks, half of it
-    assert exposed("forward", 2, 0) - exposed("forward", 2, 2) == 1  # of the product all rows but the first half
-    assert exposed("backward", 2, 0) - exposed("backward", 2, 100) == 3 * 8 / 2  # dq, dk, dv
-    assert exposed("backward", 2, 0) - exposed("backward", 2, 2) == 2  # the weight gradient, whole
-    assert exposed("forward", 2, 0, "gather") - exposed("forward", 2, 100, "gather") == 0  # nothing comes back
-    assert exposed("backward", 2, 0, "gather") - exposed("backward", 2, 100, "gather") == 2 * 8 / 2
-
-
-def test_a_plan_counts_on_the_projection():
-    model, batch = model_and_batch(1, **WIDE)
-    graph = trace(model, batch)
-    sharing = {"sequence_exchange": "heads", "sequence_groups": 2}
-    plan = propagate(graph, ProcessMesh([0, 1], ["cp"]), sequence_dim="cp", hardware="cpu-gloo", **sharing)
-    plain = [replace(node.call.sequence, projected=0) for node in attentions_of(plan)]
-    nodes = {
-        node.name: replace(node, call=replace(node.call, sequence=alone))
-        for node, alone in zip(attentions_of(plan), plain, strict=True)
-    }
-    without = replace(plan, graph=replace(plan.graph, nodes={**plan.graph.nodes, **nodes}))
-    assert {node.call.sequence.projected for node in attentions_of(plan)} == {64}
-    assert exposed_seconds(plan) < exposed_seconds(without)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, HEADS
 from ascend_parallel.ops.registry import usual_chunks
 from ascend_parallel.settings import MAX_CHUNKS, Settings
 from ascend_parallel.sharding.graph import Graph, Node, OpCall, SharedSequence, Value
-from ascend_parallel.sharding.layout import Layout, largest_local_shape, shard
+from ascend_parallel.sharding.layout import Layout, shard
 from ascend_parallel.sharding.planner.operator_cost import passes
 from ascend_parallel.sharding.planner.operator_strategy import where
 from ascend_parallel.sharding.planner.options import Option, differentiable_values
@@ -77,16 +77,13 @@ def with_shared_sequences(graph: Graph, ranks: int, exchange: str = "", groups: 
     """
     if ranks == 1:
         return graph
-    nodes, differentiable, readers = {}, differentiable_values(graph), graph.readers()
+    nodes, differentiable = {}, differentiable_values(graph)
     for name, node in graph.nodes.items():
         call = node.call
         fits = call is not None and call.name.startswith(NAME) and _fits(call, ranks)
         if call is not None and fits and not _mask_is_learnt(node, differentiable):
             repeats = gcd(*(_repeats(graph, node.inputs[index]) for index in (1, 2)))
-            layer = projection_of(graph, readers, node)
-            projected = 0 if layer is None else layer.outputs[0].shape[-1]
-            sequence = SharedSequence(exchange=exchange, groups=groups, repeats=repeats, projected=projected)
-            call = replace(call, sequence=sequence)
+            call = replace(call, sequence=SharedSequence(exchange=exchange, groups=groups, repeats=repeats))
             node = replace(node, call=call)
         nodes[name] = node
     return replace(graph, nodes=nodes)
@@ -139,7 +136,7 @@ def projection_of(graph: Graph, readers: Readers, node: Node) -> Node | None:
 
     readers: of the graph.
 
-    Whether it does so on a rank, its layouts say: `projected_registers` (runtime/compiler.py).
+    Whether it does so on a rank, its layouts say (runtime/compiler.py).
     """
     batch, heads, length, width = node.outputs[0].shape
     value = Value(node.name)
@@ -212,18 +209,8 @@ def exchange_prices(
         forward, backward = passes(call, option, costs.shape, model) if computes else (0.0, 0.0)
         shared = shared_attention(call, option.inputs, costs.shape)
         wanted = call.sequence.exchange, call.sequence.groups
-        projection = _projection_seconds(call, option, costs.shape, model) if computes else 0.0
-        found = shared.prices((forward, backward), collective, *wanted, projection)
+        found = shared.prices((forward, backward), collective, *wanted)
     return found
-
-
-def _projection_seconds(call: OpCall, option: Option, mesh_shape: Sequence[int], model: CostModel) -> float:
-    """Return the seconds of the product that follows an attention, of a rank's tokens; with fewer heads it is a sum."""
-    if call.sequence is None or not call.sequence.projected or shard(HEADS_DIM) in option.outputs[0]:
-        return 0.0
-    batch, heads, tokens, width = largest_local_shape(call.outputs[0].shape, option.outputs[0], mesh_shape)
-    itemsize = call.outputs[0].dtype.itemsize
-    return model.products(batch * tokens, heads * width, call.sequence.projected, itemsize)[0]
 
 
 def settled(

@@ -90,20 +90,7 @@ class TransformerLayerTime:
             return kernel
         if batch.context not in (HEADS, GATHER):
             return max(kernel, self._rotation(1 if direction == FORWARD else 2))
-        collective, projection = self.context_collective, self._projection
-        return self.shared.seconds(batch.context, batch.cp_groups, kernel, direction, collective, projection)
-
-    @property
-    def _projection(self) -> float:
-        """Seconds of the product behind attention, under which its last combine runs; 0: nothing runs there.
-
-        A planned model's, unless tensor parallelism makes it a sum of its own.
-        """
-        model, batch = self.model, self.batch
-        if not batch.single_operators or batch.tp > 1:
-            return 0.0
-        rows = batch.own_sequence * batch.micro_batch
-        return self.costs.matmul(rows, model.heads * model.value_dim, model.hidden, batch.dtype.itemsize)
+        return self.shared.seconds(batch.context, batch.cp_groups, kernel, direction, self.context_collective)
 
     @cached_property
     def shared(self) -> SharedAttention:

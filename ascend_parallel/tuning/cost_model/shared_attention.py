@@ -1,9 +1,7 @@
 """The price of attention whose sequences several ranks share: what they send around it, and what of that stays exposed.
 
 Heads are exchanged, or keys and values gathered (ops/head_exchange.py, ops/key_gather.py), in groups of heads: of all
-that is sent the first group's dispatch and the last one's combine, 1 / groups, run under no attention. The last combine
-runs under the projection that reads the output: forward under the rows that have come, but for the first of them, and
-backward under the weight gradient.
+that is sent the first group's dispatch and the last one's combine, 1 / groups, run under no attention.
 """
 
 from __future__ import annotations
@@ -72,32 +70,11 @@ class SharedAttention:
             for size in (self.query, self.output):
                 yield SEND, self.heads * size / 2
 
-    def combined(self, exchange: str, direction: str) -> Iterator[tuple[str, float]]:
-        """Yield those of the collectives of a pass that bring its results, which nothing of the attention follows."""
-        found = list(self.sent(exchange, direction))
-        if exchange == HEADS:
-            yield from found[3:] if direction == FORWARD else found[:3]
-        elif direction == BACKWARD:
-            yield from found[:3]  # of lent queries the gradients come back too
-
-    def seconds(
-        self,
-        exchange: str,
-        groups: int,
-        kernel: float,
-        direction: str,
-        collective: Collective,
-        projection: float = 0.0,
-    ) -> float:
-        """Return the seconds of a pass with what stays exposed beside its kernel; groups: at most `most_groups`.
-
-        projection: of the product behind attention, or of its weight gradient, whose own seconds count elsewhere.
-        """
+    def seconds(self, exchange: str, groups: int, kernel: float, direction: str, collective: Collective) -> float:
+        """Return the seconds of a pass with what stays exposed beside its kernel; groups: at most `most_groups`."""
         groups = min(groups, self.most_groups(exchange))
         of_group = sum(collective(kind, size / groups) for kind, size in self.sent(exchange, direction))
-        last = sum(collective(kind, size / groups) for kind, size in self.combined(exchange, direction))
-        above = projection * (1 - 1 / groups) if direction == FORWARD else projection
-        return of_group - min(last, above) + max(kernel, (groups - 1) * of_group)
+        return of_group + max(kernel, (groups - 1) * of_group)
 
     def kept(self, exchange: str) -> float:
         """Return the bytes of queries, keys, values and results that backward reads."""
@@ -107,29 +84,20 @@ class SharedAttention:
         return own + self.key_heads * self.key_copies * (self.key + self.value)
 
     def prices(
-        self,
-        kernels: tuple[float, float],
-        collective: Collective,
-        exchange: str = "",
-        groups: int = 0,
-        projection: float = 0.0,
+        self, kernels: tuple[float, float], collective: Collective, exchange: str = "", groups: int = 0
     ) -> list[ExchangePrice]:
         """Return the price of each way in the groups that take least time, the best way first.
 
         kernels: seconds of forward and backward without what is sent. exchange, groups: those that are asked for; "":
-        `HEADS` and `GATHER` are compared, 0: `GROUPS`. projection: as of `seconds`. Of equal prices heads come first,
-        and few groups.
+        `HEADS` and `GATHER` are compared, 0: `GROUPS`. Of equal prices heads come first, and few groups.
         """
         exchanges = [one for one in ((exchange,) if exchange else EXCHANGES) if self.allows(one)]
-        found = (self._price(one, groups, kernels, collective, projection) for one in exchanges)
-        return sorted(found, key=_total)
+        return sorted((self._price(one, groups, kernels, collective) for one in exchanges), key=_total)
 
-    def _price(
-        self, exchange: str, groups: int, kernels: tuple[float, float], collective: Collective, projection: float
-    ) -> ExchangePrice:
+    def _price(self, exchange: str, groups: int, kernels: tuple[float, float], collective: Collective) -> ExchangePrice:
         def of(count: int) -> ExchangePrice:
             forward, backward = (
-                self.seconds(exchange, count, kernel, direction, collective, projection)
+                self.seconds(exchange, count, kernel, direction, collective)
                 for kernel, direction in zip(kernels, (FORWARD, BACKWARD), strict=True)
             )
             return ExchangePrice(forward, backward, exchange, count)
