@@ -39,12 +39,6 @@ ROLL_CALL = 5
 IDLE_WORK: deque[Callable[[], object]] = deque()
 
 
-class Captures:
-    """Counts the graphs that are being captured: a question whether something is done would end a capture."""
-
-    running: ClassVar[int] = 0
-
-
 class CollectiveError(RuntimeError):
     """A collective failed or ran out of time; the message names operator, chunk, group and missing ranks."""
 

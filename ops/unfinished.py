@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ascend_parallel.ops.call import ALL_REDUCE, Matmul
-from ascend_parallel.ops.clocks import runs_ahead
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.lazy_rows import LazyRows, RowPieces, Rows, finish_all, unfinished_rows
-from ascend_parallel.ops.pending import IDLE_WORK, Captures, Pending
+from ascend_parallel.ops.pending import IDLE_WORK, Pending
 from ascend_parallel.ops.probing import (
     ROW_MAJOR,
     TRANSPOSED,
@@ -63,7 +62,7 @@ from ascend_parallel.ops.row_views import rows_of_view
 from ascend_parallel.ops.row_wise import OPERATORS, RowWiseOperator
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.ops.without_modes import without_grad_and_modes
-from ascend_parallel.process_groups.backend import backend_of, usual_backend
+from ascend_parallel.process_groups.backend import usual_backend
 from ascend_parallel.process_groups.consistency import is_capturing
 
 aten = torch.ops.aten
@@ -90,10 +89,6 @@ _ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-
 
 # The classes whose objects hold a captured graph, by their modules in torch.
 GRAPHS = (("cuda", "CUDAGraph"), ("npu", "NPUGraph"))
-
-# By so many results of a group the host has to be ahead for rows that come later: a region takes the host about as long
-# as two layers in chunks.
-LEAD = 4
 
 # A postponed gradient keeps its operands.
 MOST_POSTPONED = 2
@@ -325,11 +320,11 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
     """Return the result of started collectives without waiting for them, if its chunks have `least_rows` rows.
 
     Else, and where no tensor may be changed later (functorch), wait. `counted`: the name in `COUNTS`.
-    blocks: as in `Rows`; the sizes of `pending` are those of a block. Who calls has asked `LEADS`.
+    blocks: as in `Rows`; the sizes of `pending` are those of a block. Who calls has asked `LEADS` (ops/host_lead.py).
     """
     if not may_stay_unfinished(pending.sizes, least_rows):
         return pending.wait()
-    _settle_around_captures()
+    settle_around_captures()
     sizes = pending.sizes
     COUNTS.add(counted, len(sizes), 0)
     unread = _UNREAD.setdefault(pending.group, set())
@@ -340,40 +335,6 @@ def unfinished(pending: Pending, least_rows: int, counted: str = "region", block
         at_end_of_backward(progress.settle)
     _register_optimizer_step_pre_hook()
     return UnfinishedTensor(pending.tensor, Rows(progress, blocks, 1))
-
-
-class Leads:
-    """Tells whether the host runs ahead of a device: whether rows that come later are worth the host's time.
-
-    Where the device waits for the host, a region costs the host more than it saves the device. So a layer waits for its
-    rows at once, which takes the host no time there, unless the device still works on what was launched before the
-    group's `LEAD`-th last such layer. Ranks may decide differently: no collective depends on it.
-    """
-
-    def __init__(self) -> None:
-        """Know of no device yet."""
-        self.asked = True  # a test that is about regions has all rows come later
-        self._launched: weakref.WeakKeyDictionary[dist.ProcessGroup, deque[Any]] = weakref.WeakKeyDictionary()
-
-    def host_is_ahead(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Tell whether the host is `LEAD` layers of the group ahead of the device; notes this one.
-
-        True where a wait stops the host, so that rows save its time; and in a capture, which has no host.
-        """
-        if not self.asked or not runs_ahead(device.type) or backend_of(group, device).blocks_host:
-            return True
-        _settle_around_captures()
-        if Captures.running:
-            return True
-        launched = self._launched.setdefault(group, deque())
-        ahead = len(launched) == LEAD and not launched.popleft().query()
-        event = torch.Event(device.type)  # a new one: an event stays on the device of its first stream
-        event.record(torch.accelerator.current_stream(device))
-        launched.append(event)
-        return ahead
-
-
-LEADS = Leads()
 
 
 def _wait_for(unread: set[Pending]) -> None:
@@ -437,8 +398,14 @@ def _register_optimizer_step_pre_hook() -> None:
     register_optimizer_step_pre_hook(settle)
 
 
+class Captures:
+    """Counts the graphs that are being captured: a question whether something is done would end a capture."""
+
+    running: ClassVar[int] = 0
+
+
 @lru_cache(maxsize=1)
-def _settle_around_captures() -> None:
+def settle_around_captures() -> None:
     """Have all rows finished before a graph's capture begins, and before it ends: a replay fills no others."""
     kinds = {getattr(getattr(torch, device, None), name, None) for device, name in GRAPHS}
     for kind in kinds - {None}:

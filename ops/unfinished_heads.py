@@ -38,8 +38,8 @@ from ascend_parallel.ops.unfinished import (
     RESHAPES,
     UnfinishedTensor,
     _register_optimizer_step_pre_hook,
-    _settle_around_captures,
     finished,
+    settle_around_captures,
 )
 from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.process_groups.backend import usual_backend
@@ -395,7 +395,7 @@ def heads_of_product(
     reads = [each for each in (x, w, bias) if each is not None]
     maker = HeadMaker(layout, axis, (), product.some, product.whole, device=x.device, reads=reads, product=product)
     _register_optimizer_step_pre_hook()
-    _settle_around_captures()
+    settle_around_captures()
     return UnfinishedHeads.of(maker)
 
 

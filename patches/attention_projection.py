@@ -20,6 +20,18 @@ from ascend_parallel.overlap.projected import Projection
 PROJECTIONS = ("o_proj", "out_proj", "dense")
 
 
+def projection_of(module: torch.nn.Module, query: torch.Tensor, width: int) -> Any:
+    """Return the layer that reads an attention's output, or None: the same on all ranks, whatever hooks they have.
+
+    query: [s, B, N, D] of the attention. width: the features of a head of its output.
+    """
+    layer = next(filter(None, (getattr(module, name, None) for name in PROJECTIONS)), None)
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if weight is None or not all(is_plain(x, query) for x in (weight, bias) if x is not None):
+        return None
+    return layer if weight.dim() == 2 and weight.shape[1] == query.shape[2] * width else None
+
+
 class ProjectionsByUse:
     """The projections of attention modules; tells of each whether its model has ever asked for the product."""
 
@@ -27,21 +39,22 @@ class ProjectionsByUse:
         """Know no module."""
         self._asked: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
-    def of(self, module: torch.nn.Module, query: torch.Tensor, width: int) -> tuple[Projection | None, bool]:
-        """Return the projection to multiply, or None, and whether there is one: the same on all ranks.
+    def of(
+        self, module: torch.nn.Module, query: torch.Tensor, width: int, *, always: bool = False
+    ) -> tuple[Projection | None, bool]:
+        """Return the projection to multiply, or None, and whether there is one: the second is the same on all ranks.
 
-        query: [s, B, N, D] of the attention. width: the features of a head of its output.
+        query, width: as of `projection_of`. always: also where nobody asked for the product, as ranks must for a fused
+        operator, which multiplies and communicates.
         """
-        layer = next(filter(None, (getattr(module, name, None) for name in PROJECTIONS)), None)
-        weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-        if weight is None or not all(is_plain(x, query) for x in (weight, bias) if x is not None):
+        if (layer := projection_of(module, query, width)) is None:
             return None, False
-        if weight.dim() != 2 or weight.shape[1] != query.shape[2] * width:
-            return None, False
-        if self._asked.get(module, True) is False:
+        if self._asked.get(module) is False and not always:
             return None, True
         self._asked.setdefault(module, False)
-        return Projection(weight=weight, bias=bias, on_use=functools.partial(self._note, module)), True
+        return Projection(
+            weight=layer.weight, bias=getattr(layer, "bias", None), on_use=functools.partial(self._note, module)
+        ), True
 
     def _note(self, module: torch.nn.Module) -> None:
         self._asked[module] = True

@@ -16,10 +16,11 @@ from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Mat
 from ascend_parallel.ops.chunked import reduce_and_place, start_gathers
 from ascend_parallel.ops.collectives import reduce_scatters
 from ascend_parallel.ops.decision import Decision, because
+from ascend_parallel.ops.host_lead import LEADS
 from ascend_parallel.ops.operators import in_timeline, rows_of, shaped
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.rows import Sizes, split_rows
-from ascend_parallel.ops.unfinished import LEADS, unfinished
+from ascend_parallel.ops.unfinished import unfinished
 from ascend_parallel.overlap.known import region_chunks
 from ascend_parallel.overlap.layer import ParallelLinear, in_forward, layer_backward
 

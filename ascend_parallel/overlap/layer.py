@@ -17,13 +17,13 @@ from ascend_parallel.ops.arithmetic import Arithmetic
 from ascend_parallel.ops.blocks import BLOCKS
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.decision import Known
+from ascend_parallel.ops.host_lead import LEADS
 from ascend_parallel.ops.operators import autocast_off
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
 from ascend_parallel.ops.record import BESIDE, RECORDING, compute, recorded_pass
 from ascend_parallel.ops.unfinished import (
-    LEADS,
     in_backward,
     may_be_filled_later,
     may_stay_unfinished,

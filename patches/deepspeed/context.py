@@ -85,7 +85,7 @@ def ulysses_forward(original: Function, deepspeed: DeepSpeed) -> Function:
             return heads
 
         operands = query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
-        projection, by_rows = projections.of(module, operands[0], value.shape[3])
+        projection, by_rows = projections.of(module, operands[0], value.shape[3], always=deepspeed.settings.fused)
         how: dict[str, Any] = {"own": by_deepspeed, "projection": projection, "by_rows": by_rows}
         o = exchanged_attention(module, operands, attention, self.process_group, deepspeed, **how)
         return o.transpose(0, 1).flatten(2), None

@@ -39,7 +39,7 @@ from ascend_parallel.ops.key_gather import GATHER, HEADS, KeyGroup, choose_excha
 from ascend_parallel.overlap.context import attend_pieces, run_attention
 from ascend_parallel.overlap.projected import Projection
 from ascend_parallel.overlap.projected_heads import AttentionInput
-from ascend_parallel.patches.attention_projection import PROJECTIONS, is_plain
+from ascend_parallel.patches.attention_projection import PROJECTIONS, is_plain, projection_of
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.dtensor_linear import ATTENTION_DROPOUT
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
@@ -487,16 +487,13 @@ class ContextParallel:
         """
         if not self.proving and module not in self.projecting:
             return None, False
-        layer = next(filter(None, (getattr(module, name, None) for name in PROJECTIONS)), None)
-        weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-        if weight is None or not all(is_plain(x, query) for x in (weight, bias) if x is not None):
-            return None, False
-        if weight.dim() != 2 or weight.shape[1] != query.shape[2] * width:
+        if (layer := projection_of(module, query, width)) is None:
             return None, False
         if _is_hooked(layer):
             self._say(module, f"{type(layer).__name__}, which reads attention's output, has hooks on what it reads")
             return None, True
-        return Projection(weight=weight, bias=bias, on_use=functools.partial(self.projecting.add, module)), True
+        asked = functools.partial(self.projecting.add, module)
+        return Projection(weight=layer.weight, bias=getattr(layer, "bias", None), on_use=asked), True
 
     def hand_inputs(self) -> None:
         """Have the attention modules that a proof has seen get hidden states whose heads are projected later."""

@@ -151,7 +151,7 @@ def gpt_model(config, settings, seq):
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     import ascend_parallel
-    from ascend_parallel.ops.unfinished import LEADS
+    from ascend_parallel.ops.host_lead import LEADS
 
     LEADS.asked = ONLY_AHEAD
     if settings is not None:

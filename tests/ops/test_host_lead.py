@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ascend_parallel.ops import unfinished
-from ascend_parallel.ops.pending import Captures
-from ascend_parallel.ops.unfinished import LEAD, Leads
+from ascend_parallel.ops import host_lead, unfinished
+from ascend_parallel.ops.host_lead import LEAD, Leads
+from ascend_parallel.ops.unfinished import Captures
 
 
 class Group:
@@ -44,8 +44,8 @@ class Mark:
 @pytest.fixture
 def device(monkeypatch):
     made = Device()
-    monkeypatch.setattr(unfinished, "runs_ahead", lambda _: True)
-    monkeypatch.setattr(unfinished, "backend_of", lambda group, _: SimpleNamespace(blocks_host=group.blocks_host))
+    monkeypatch.setattr(host_lead, "runs_ahead", lambda _: True)
+    monkeypatch.setattr(host_lead, "backend_of", lambda group, _: SimpleNamespace(blocks_host=group.blocks_host))
     monkeypatch.setattr(torch, "Event", lambda _: Mark(made))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     return made
