@@ -22,8 +22,12 @@ def method_of(layer: Any) -> str:
 
 def multiplies_by_rows(layer: Any) -> bool:
     """Tell whether the linear method of a layer gives each row what it would give it alone."""
-    method: type = type(getattr(layer, "quant_method", None))
-    scheme: type = type(getattr(layer, "scheme", None))
+    return _names(type(getattr(layer, "quant_method", None)), type(getattr(layer, "scheme", None)))
+
+
+@functools.lru_cache
+def _names(method: type, scheme: type) -> bool:
+    """Tell whether a linear method, with a layer's scheme, is in the table; each call of a layer asks."""
     return any(each.names(method, scheme) for each in (*MATMULS, *QUANTISED_MATMULS))
 
 
@@ -64,4 +68,7 @@ def _many_rows(x: Any) -> bool:
 
 def _waits(args: tuple[Any, ...], rows: tuple[int, ...]) -> bool:
     """Tell whether rows of an argument are still to come."""
-    return any(is_unfinished(args[place]) for place in rows if place < len(args))
+    for place in rows:  # noqa: SIM110 (each call asks, and a generator is two more functions)
+        if place < len(args) and is_unfinished(args[place]):
+            return True
+    return False
