@@ -22,7 +22,9 @@ def method_of(layer: Any) -> str:
 
 def multiplies_by_rows(layer: Any) -> bool:
     """Tell whether the linear method of a layer gives each row what it would give it alone."""
-    return _names(type(getattr(layer, "quant_method", None)), type(getattr(layer, "scheme", None)))
+    method: type = type(getattr(layer, "quant_method", None))
+    scheme: type = type(getattr(layer, "scheme", None))
+    return _names(method, scheme)
 
 
 @functools.lru_cache
