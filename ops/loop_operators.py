@@ -19,7 +19,7 @@ from ascend_parallel.ops.decision import Decision
 from ascend_parallel.ops.pending import IDLE_WORK, run_in_loops
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import wait_limit
-from ascend_parallel.process_groups.backend import SENDS, Backend, backend_of
+from ascend_parallel.process_groups.backend import CHUNK_MAJOR, SENDS, Backend, backend_of
 
 
 def loop_for(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> ChunkLoop | None:
@@ -106,15 +106,16 @@ def run_column_sequence_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return ``reduce_scatter(dy @ w)`` [M / R, K], and ``dy.t() @ all_gather(x)`` [N, K]; None: no loops run it.
 
-    The gather of x [S / R, ..., K], in chunks of `gather_sizes` rows, starts first. Where a backend runs collectives
-    concurrently the other has to wait for it, which a loop does not.
+    The gather of x [S / R, ..., K], in chunks of `gather_sizes` rows, starts first; of one chunk it is the backend's
+    own, as of a plan, which has no sizes for it. Where a backend runs collectives concurrently the other has to wait
+    for it, which a loop does not.
     """
     backend = backend_of(group, dy.device)
     if IDLE_WORK or not is_plain(x) or (backend.concurrent and backend.gathers != SENDS):
         return None
     if (loop := loop_for(dy, w, group, decision)) is None or (gather := chunk_loop(group, x)) is None:
         return None
-    way, sizes = backend.gathers, decision.sizes
+    way, sizes = backend.gathers if len(gather_sizes) > 1 else CHUNK_MAJOR, decision.sizes
     gathering = gather, gather_sizes, way, gather_tag(group) if way == SENDS else 0
     scattering = sizes, *_scattering(group, backend, row_tile_of(decision))
     limit, loops = wait_limit(group, dy.device, backend), {"all_gather": gather, REDUCE_SCATTER: loop}

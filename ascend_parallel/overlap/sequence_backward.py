@@ -59,10 +59,9 @@ def _in_loops(
     group, settings = layer.group, layer.settings
     if isinstance(chunk_loop.LOOP, str) or not settings.recompute_all_gather or settings.order == "compute_first":
         return None
+    known = layer.known_for(BACKWARD, dy, weight) if layer.leaves_rows else layer.known
+    decision = decided(REDUCE_SCATTER, dy, weight, group, settings, known, layout=layout, parts=layer.parts)
     gather_rows = gather_sizes(kept, dy.shape[-1], group, settings, layer.known)
-    if len(gather_rows) == 1:
-        return None
-    decision = decided(REDUCE_SCATTER, dy, weight, group, settings, layer.known, layout=layout, parts=layer.parts)
     return run_column_sequence_gradients(dy, weight, kept, group, decision, gather_rows)
 
 

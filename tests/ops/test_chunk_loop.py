@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import sys
 from datetime import timedelta
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ascend_parallel import Settings, column_linear, row_linear
 from ascend_parallel.ops import chunk_loop, chunked, loop_operators, pending
 from ascend_parallel.ops.counts import COUNTS
-from ascend_parallel.ops.decision import OF_GROUPS, Decision
+from ascend_parallel.ops.decision import OF_GROUPS, Decision, Known, because
 from ascend_parallel.process_groups import backend
 
 HERE = ("gloo", "cpu")
@@ -49,7 +50,17 @@ class Launched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def pass_of(group, kind, sequence_parallel, loop, dtype, misaligned=False, deterministic=False):
+class Planned(NamedTuple):
+    """Knows 3 chunks of each operator, as a plan does: none of the gather of a column layer's input in backward."""
+
+    def find(self, call):
+        return (32, 32, call.cut - 64), because("tried")
+
+    def of(self, run):
+        return self
+
+
+def pass_of(group, kind, sequence_parallel, loop, dtype, misaligned=False, deterministic=False, planned=False):
     """Return results, launches and counts of a layer's forward and backward in 3 chunks, the last odd."""
     ranks, generator = group.size(), torch.Generator().manual_seed(group.rank())
     rows = (70 if kind == "column" else 70 * ranks) if sequence_parallel else 140
@@ -60,12 +71,13 @@ def pass_of(group, kind, sequence_parallel, loop, dtype, misaligned=False, deter
 
     x, weight = drawn(rows, 9 if misaligned else 16), drawn(24, 9 if misaligned else 16)
     run = column_linear if kind == "column" else row_linear
-    settings = Settings(num_chunks=3, mode=2, deterministic=deterministic)
+    settings = Settings(num_chunks=1 if planned else 3, mode=2, deterministic=deterministic)
+    known = Known(plan=Planned(), because=because("tried")) if planned else None
     for warm in (False, True):
         x.grad = weight.grad = None
         COUNTS.clear()
         with loop_of(loop) as made, Launched() if warm else contextlib.nullcontext() as launched:
-            y = run(x, weight, group=group, settings=settings, sequence_parallel=sequence_parallel)
+            y = run(x, weight, group=group, settings=settings, known=known, sequence_parallel=sequence_parallel)
             y.backward(torch.ones_like(y))
     results = [tensor.detach().clone() for tensor in (y, x.grad, weight.grad)]
     return results, launched.names, COUNTS.as_dict(), len(made)
@@ -80,7 +92,13 @@ def test_both_loops_make_the_same_calls_and_keep_the_same_bits(group, way):
     OF_GROUPS.pop(group, None)
     with mock.patch.dict(backend.ROWS, {HERE: WAYS[way]}):
         for kind, sequence_parallel in (("row", False), ("row", True), ("column", False), ("column", True)):
-            for options in ({}, {"misaligned": True}, {"dtype": torch.bfloat16}, {"deterministic": True}):
+            for options in (
+                {},
+                {"misaligned": True},
+                {"dtype": torch.bfloat16},
+                {"deterministic": True},
+                {"planned": True},
+            ):
                 call = group, kind, sequence_parallel
                 options = {"dtype": torch.float32, **options}
                 results, launches, counts, made = pass_of(*call, NATIVE, **options)
@@ -90,6 +108,8 @@ def test_both_loops_make_the_same_calls_and_keep_the_same_bits(group, way):
                 assert launches == of_python[1], (call, options)
                 assert (counts, of_python[3]) == (of_python[2], 0)
                 assert made or options.get("deterministic"), (call, options)
+                if options.get("planned") and (kind, sequence_parallel) == ("column", True):
+                    assert made == 3  # the gather of forward, that of backward, and the sum
     OF_GROUPS.pop(group, None)
 
 

@@ -39,7 +39,7 @@ MOST = {
     ("RowParallelLinear", True): {NATIVE: (30, 27), PYTHON: (57, 63)},
     ("ColumnParallelLinear", True): {NATIVE: (32, 35), PYTHON: (66, 94)},
 }
-OF_AUTO = 6  # more of a call that auto has cut: what is measured of it, and the plan of each pass
+OF_AUTO = 3  # more of a call that auto or a plan has cut: what is measured of it, and the plan of each pass
 MOST_LEFT_WHOLE = 6  # with the questions whether torch.compile is at work
 
 
@@ -71,20 +71,30 @@ def test_a_warm_call_runs_few_functions_of_this_package(group, loop):
 
 
 @on_ranks(2)
-def test_a_warm_call_that_auto_has_cut_runs_few_more(group):
-    """A plan has no sizes for the gather of a column layer's input in backward: it is whole, outside the C++ loop."""
+def test_a_warm_call_that_auto_or_a_plan_has_cut_runs_few_more(group):
+    """A plan has no sizes for the gather of a column layer's input in backward: the loop gathers it whole."""
     with Layers(group.size()) as layers, auto_cuts_in_two():
         for (kind, sequence_parallel), most in MOST.items():
-            most_forward, most_backward = most[PYTHON if REASON else NATIVE][0], most[PYTHON][1]
-            ascend_parallel.configure(auto=True)
+            most_forward, most_backward = most[PYTHON if REASON else NATIVE]
             layer, x = made(layers, kind, sequence_parallel)
-            warm(layer, x)
-            ascend_parallel.ops.COUNTS.clear()
-            (y, _), forward = functions_of(lambda layer=layer, x=x: layer(x))
-            _, backward = functions_of(lambda y=y: y.backward(torch.ones_like(y)))
-            assert any(count["chunks"] > count["calls"] for count in ascend_parallel.ops.COUNTS.as_dict().values())
-            assert sum(forward.values()) <= most_forward + OF_AUTO, (kind, sequence_parallel, in_words(forward))
-            assert sum(backward.values()) <= most_backward + OF_AUTO, (kind, sequence_parallel, in_words(backward))
+            settings = {"auto": True}
+            for by in ("auto", "a plan"):
+                ascend_parallel.configure(**settings)
+                warm(layer, x)
+                ascend_parallel.ops.COUNTS.clear()
+                (y, _), forward = functions_of(lambda layer=layer, x=x: layer(x))
+                _, backward = functions_of(lambda y=y: y.backward(torch.ones_like(y)))
+                assert any(count["chunks"] > count["calls"] for count in ascend_parallel.ops.COUNTS.as_dict().values())
+                call = by, kind, sequence_parallel
+                assert sum(forward.values()) <= most_forward + OF_AUTO, (call, in_words(forward))
+                assert sum(backward.values()) <= most_backward + OF_AUTO, (call, in_words(backward))
+                settings = {"plan": decided_plan(layer)} if by == "auto" else {}
+
+
+def decided_plan(layer):
+    """Return the plan that auto has made of the passes of a layer's group."""
+    megatron = type(layer).forward.ascend_parallel
+    return megatron.decider.groups[megatron.group_of(layer)].plan
 
 
 @on_ranks(2)
