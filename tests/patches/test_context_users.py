@@ -426,7 +426,7 @@ def kept(group, folder):
         found[name] = len(calls), torch.equal(o, q + k + v), str(ascend_parallel.coverage(module)).partition("; ")[2]
 
     try:
-        for name, seconds in (("fast", 0), ("slow", 0.1)):
+        for name, seconds in (("fast", 0), ("slow", 0.5)):
             times_run(name, seconds, tune=f"{folder}/{name}.json")
             times_run(f"{name}, planned", seconds, plan=f"{folder}/{name}.json")
             times_run(f"{name}, watched", seconds, plan=f"{folder}/{name}.json", timeline=f"{folder}/spans")
