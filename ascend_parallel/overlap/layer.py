@@ -142,12 +142,13 @@ class ParallelLinear:
         shape = LayerShape.of_rows(self.kind, count, self.group.size(), self.sequence_parallel, **fields)
         return known_in_call(self.settings, self.known, shape, direction, leaves_rows=True)
 
-    def as_host_allows(self, x: torch.Tensor) -> ParallelLinear:
+    def as_host_allows(self, x: torch.Tensor, *, leaves: bool = True) -> ParallelLinear:
         """Return the layer for a pass with a result like x: rows come later only where the host runs ahead.
 
-        The cut of a pass stays as `leaves_rows` has it, because ranks may differ in this.
+        The cut of a pass stays as `leaves_rows` has it, because ranks may differ in this. leaves: the pass may leave
+        rows; else at most its weight gradient comes later.
         """
-        if not self.leaves_rows or LEADS.host_is_ahead(self.group, x.device):
+        if not self.leaves_rows or LEADS.host_is_ahead(self.group, x.device, notes=leaves):
             return self
         return self._with(finishes=True)
 

@@ -316,6 +316,8 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and weight."""
         layer: ParallelLinear = ctx.layer.in_backward
+        if layer.leaves_rows:
+            layer = layer.as_host_allows(dy, leaves=False)
         x, weight, layout = _saved(ctx)
         output_gradient, dy = dy, dy.to(ctx.x_dtype)
         if layout == ANY:  # an int8 weight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ascend_parallel.ops import host_lead, unfinished
-from ascend_parallel.ops.host_lead import LEAD, Leads
+from ascend_parallel.ops.host_lead import LEAD, STEADY, Leads
 from ascend_parallel.ops.unfinished import Captures
 
 
@@ -56,11 +56,41 @@ CPU = torch.device("cpu")
 
 def test_the_host_is_ahead_by_results_of_a_group(device):
     leads, group, other = Leads(), Group(), Group()
-    asked = [leads.host_is_ahead(group, CPU) for _ in range(LEAD + 2)]
-    assert asked == [False] * LEAD + [True] * 2
+    needed = LEAD + STEADY
+    asked = [leads.host_is_ahead(group, CPU) for _ in range(needed + 1)]
+    assert asked == [False] * (needed - 1) + [True] * 2
     assert not leads.host_is_ahead(other, CPU)  # of which there was none
     device.passed = device.launched
-    assert [leads.host_is_ahead(group, CPU) for _ in range(LEAD + 1)] == [False] * LEAD + [True]
+    assert [leads.host_is_ahead(group, CPU) for _ in range(needed)] == [False] * (needed - 1) + [True]
+
+
+def test_a_lead_that_breaks_has_to_last_again(device):
+    """As where a loss keeps the device at work for a while, and the host is the bound all the same."""
+    leads, group = Leads(), Group()
+    assert not any(leads.host_is_ahead(group, CPU) for _ in range(LEAD + STEADY - 1))
+    for _ in range(3):
+        device.passed = device.launched - LEAD + 1  # it has come to the oldest mark
+        assert not any(leads.host_is_ahead(group, CPU) for _ in range(STEADY))
+    assert leads.host_is_ahead(group, CPU)
+
+
+def test_a_pass_without_rows_to_leave_asks_and_leaves_no_mark(device):
+    leads, group = Leads(), Group()
+    for _ in range(2):
+        assert [leads.host_is_ahead(group, CPU, notes=False) for _ in range(LEAD + STEADY)] == [False] * (LEAD + STEADY)
+    assert device.launched == 0
+    for _ in range(LEAD + STEADY):
+        leads.host_is_ahead(group, CPU)
+    assert leads.host_is_ahead(group, CPU, notes=False) and device.launched == LEAD + STEADY
+
+
+def test_a_group_keeps_no_more_marks_than_it_asks(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "Event", lambda _: made.append(Mark(device)) or made[-1])
+    leads, group = Leads(), Group()
+    for _ in range(5 * LEAD):
+        leads.host_is_ahead(group, CPU)
+    assert len(made) == LEAD and device.launched == 5 * LEAD
 
 
 def test_where_waits_stop_the_host_rows_come_later_and_nothing_is_asked(device):
