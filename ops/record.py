@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 # Kinds of spans. BESIDE is computation other than a matmul, such as a sum over ranks.
 MATMUL, BESIDE, COMM, WAIT, FUSED, CLOCKS = "matmul", "beside", "comm", "wait", "fused", "clocks"
+# The matmuls among the operators of unfinished rows.
+ROW_MATMULS = ("aten::mm", "aten::addmm")
 
 
 @dataclass(slots=True, eq=False)
@@ -152,10 +154,11 @@ class Recorder:
 
     def compute_rows(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run and record an operator of unfinished rows; between two passes it prolongs the pass before."""
+        kind = MATMUL if name in ROW_MATMULS else BESIDE
         if self._open or not self.passes:
-            return self.compute(BESIDE, name, function, *args, **kwargs)
+            return self.compute(kind, name, function, *args, **kwargs)
         with self._running(self.passes[-1]):
-            return self.compute(BESIDE, name, function, *args, **kwargs)
+            return self.compute(kind, name, function, *args, **kwargs)
 
     @contextmanager
     def layer(self, kind: str, direction: str, name: str, device: str) -> Iterator[None]:

@@ -40,7 +40,7 @@ from ascend_parallel.ops.probing import (
     first_with_same_bits,
     log_time,
 )
-from ascend_parallel.ops.record import compute_rows
+from ascend_parallel.ops.record import RECORDING, compute_rows
 from ascend_parallel.ops.row_operator import (
     CASTS,
     Argument,
@@ -466,7 +466,8 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
             args[place] = _read_by(func, value, given)
     for name, value in kwargs.items():
         kwargs[name] = _read_by(func, value, given)
-    results = func(*args, **kwargs)
+    recorded = RECORDING.recorder is not None and func in MATMULS
+    results = compute_rows(func._schema.name, func, *args, **kwargs) if recorded else func(*args, **kwargs)
     if not given or not may_write(func):
         return results
     for value, leaf in ((leaf._value, leaf) for leaf in given.values()):

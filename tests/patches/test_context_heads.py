@@ -294,3 +294,40 @@ def used_otherwise(group):
 def test_evaluation_copies_and_generation(ranks):
     for found in ranks(2).run(used_otherwise):
         assert len(found) >= 5 and [name for name, right in found.items() if not right] == []
+
+
+def recorded(group, folder):
+    """Return what differs in a step that is recorded."""
+    from ascend_parallel.patches.transformers import context_parallel
+
+    torch.set_num_threads(1)
+    model = built("Llama")
+    context = context_parallel(model, group)
+    batch = context.cut(ids(), ids())
+    plain, *_ = step(model, batch, 2)
+    with ascend_parallel.timeline.record(folder):
+        found, *_ = step(model, batch, 2)
+    return [name for name, x in found.items() if not torch.equal(x, plain[name])]
+
+
+def test_a_timeline_has_the_projections_under_the_exchange(ranks, tmp_path):
+    from ascend_parallel.diagnostics.timeline.files import read_run
+
+    assert ranks(2).run(recorded, tmp_path) == [[], []]
+    for file in read_run(tmp_path)[0]:
+        assert len(file.passes) == 2 * LAYERS
+        for each in file.passes:
+            computed = [span for span in each.spans if span.kind == "matmul"]
+            sent = [span for span in each.spans if span.kind == "comm"]
+            dispatched = min(span.queued for span in sent)
+            last_wait = max(span.begin for span in each.spans if span.kind == "wait")
+            names = [span.name for span in computed]
+            if each.direction == "forward":
+                # Of each group q, k and v; then the rows of the output as they come.
+                assert names == ["projection"] * 6 + ["attention"] * 2 + ["aten::mm"] * 2
+                assert computed[1].begin > dispatched, "all but the first are multiplied once heads are on their way"
+                assert computed[-2].begin < last_wait < computed[-1].begin, "rows as they come back"
+            else:
+                assert names == ["projection"] * 2 + ["attention"] * 2 + ["weight gradient"]
+                assert computed[1].begin > dispatched
+                assert max(span.queued for span in sent) < computed[-1].begin < last_wait, "under the last combine"
