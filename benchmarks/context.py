@@ -35,15 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring import in_turn, milliseconds, on_ranks, options_of, ratio, run, table, with_state
-from torch.nn.functional import linear
 
 import ascend_parallel
-from ascend_parallel.ops.decision import Known
-from ascend_parallel.overlap.context import run_attention
-from ascend_parallel.overlap.projected import Projection
-from ascend_parallel.overlap.projected_heads import AttentionInput
-from ascend_parallel.settings import Settings
-from ascend_parallel.tuning.bench.attention import AttentionCase, attend, runs_of
+from ascend_parallel.tuning.bench.attention import AttentionCase, ProjectedAttention, attend, runs_of, variant
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, parts_of
 
 RANKS, GROUPS = 2, (1, 2, 4)
@@ -111,9 +105,10 @@ def attention(group: dist.ProcessGroup, case: dict[str, Any], rounds: int) -> di
     """Return the seconds of forward and backward, by variant, and the variant that "auto" takes."""
     asked = AttentionCase(**case)
     runs, chosen = runs_of(asked, group, list(GROUPS))
+    auto = variant(asked.chosen_exchange(group.size()), chosen)
     if (ulysses := _by_deepspeed(group, asked)) is not None:
         runs["DeepSpeed's Ulysses"] = ulysses
-    return {"times": in_turn(runs, rounds), "auto": chosen}
+    return {"times": in_turn(runs, rounds), "auto": auto}
 
 
 def _by_deepspeed(group: dist.ProcessGroup, case: AttentionCase) -> Callable[[], object] | None:
@@ -154,30 +149,13 @@ def _by_deepspeed(group: dist.ProcessGroup, case: AttentionCase) -> Callable[[],
 
 def layer(group: dist.ProcessGroup, case: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of forward and backward of attention with its projections, by variant."""
-    asked, ranks = AttentionCase(**case), group.size()
-    own, hidden = asked.tokens // ranks, asked.heads * asked.width
-    torch.manual_seed(1)
-    x, d_y = torch.randn(1, own, hidden, requires_grad=True), torch.randn(1, own, hidden)
-    heads = asked.heads, asked.key_heads, asked.key_heads
-    sizes = [count * asked.width for count in heads] + [hidden]
-    *weights, weight = (torch.randn(rows, hidden).mul_(0.02).requires_grad_() for rows in sizes)
-
-    def step(groups: int, under: str) -> object:
-        given = AttentionInput.of(x, weights, asked.width) if under == PROJECTED else x
-        q, k, v = (linear(given, w).view(1, own, -1, asked.width).permute(1, 0, 2, 3) for w in weights)
-        if not groups:  # as much attention as a rank has
-            of_rank = (z[:, :, : z.shape[2] // ranks].repeat(ranks, 1, 1, 1) for z in (q, k, v))
-            o = attend(None, *of_rank).reshape(ranks, own, 1, -1, asked.width).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        else:
-            projection = Projection(weight=weight, bias=None) if under else None
-            how: dict[str, Any] = {"settings": Settings(), "known": Known(number=groups), "projection": projection}
-            o = run_attention(q, k, v, attend, group=group, **how)
-        y = linear(o.permute(1, 0, 2, 3).contiguous().reshape(1, own, -1), weight)
-        return torch.autograd.grad(y, [x, *weights, weight], d_y)
-
-    runs: dict[str, Callable[[], object]] = {COMPUTATION: partial(step, 0, "")}
-    for count in (each for each in GROUPS if each <= asked.parts(ranks)):
-        runs |= {f"{count} groups{under}": partial(step, count, under) for under in ("", OUTPUT, PROJECTED)}
+    asked = AttentionCase(**case)
+    projected = ProjectedAttention(asked, group)
+    runs: dict[str, Callable[[], object]] = {COMPUTATION: projected.compute}
+    for count in (each for each in GROUPS if each <= asked.parts(group.size())):
+        runs[f"{count} groups"] = partial(projected.run, count)
+        runs[f"{count} groups{OUTPUT}"] = partial(projected.run, count, output=True)
+        runs[f"{count} groups{PROJECTED}"] = partial(projected.run, count, inputs=True, output=True)
     return in_turn(runs, rounds)
 
 

@@ -210,18 +210,22 @@ def _parts_of(
 
 def _bench_parts(parts: _PartsRequest, tp: int, rounds: int, link: str | None, as_json: bool) -> None:
     from ascend_parallel.cli.bench_request import SECONDS_A_PASS
+    from ascend_parallel.tuning.bench.attention import Projections
     from ascend_parallel.tuning.bench.exchanges import as_dict, show
 
-    limit = 60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 4
+    limit = 60 + SECONDS_A_PASS * max(1.0, rounds / 15) * 6
     measured = parts.call("measure", as_json, tp, limit=limit, link=link, rounds=rounds)
+    more = {name: measured[name] for name in ("projections",) if name in measured}
     if as_json:
-        typer.echo(json.dumps(as_dict(parts.case, measured["times"], measured["auto"]), indent=1))
+        typer.echo(json.dumps(as_dict(parts.case, measured["times"], measured["auto"]) | more, indent=1))
         return
     over = f"a link of {link}" if link else "loopback"
     conditions = (
         f"{parts.case}; {tp} ranks of one thread over {over}; torch {measured['torch']}; medians of {rounds} rounds"
     )
     show(measured["times"], measured["auto"], conditions, console())
+    for projections in more.values():
+        console().print(str(Projections(**projections)), markup=False)
 
 
 def tune(

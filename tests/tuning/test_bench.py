@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ascend_parallel.cli.app import app
-from ascend_parallel.ops import shm
+from ascend_parallel.ops import probing, shm
+from ascend_parallel.overlap.context import attention_call
+from ascend_parallel.tuning.bench.attention import AttentionCase, projections_of
 from ascend_parallel.tuning.bench.passes import SERIAL
 from ascend_parallel.tuning.bench.results import interval, result_rows, show
 from ascend_parallel.tuning.bench.shapes import scaled
@@ -123,6 +126,57 @@ def test_bench_of_shared_attention_beside_the_whole_exchange():
     assert found["auto"] in ("heads, 1 group", "heads, 2 groups")
     assert found["case"] == {"tokens": 64, "heads": 8, "key_heads": 4, "width": 8, "dtype": "float32"}
     assert all(len(times) == 3 and min(times) > 0 for times in found["times"].values())
+    projections = found["projections"]
+    assert f"heads, {projections['groups']} group" in found["auto"] and projections["features"] == 64
+    assert projections["low"] <= projections["speedup"] <= projections["high"] and projections["under"] > 0
+    assert projections["fused"] == "device cpu, not npu"
+
+
+def projected(group, sizes, groups):
+    torch.set_num_threads(1)
+    tokens, heads, key_heads, width = sizes
+    case = AttentionCase(tokens=tokens, heads=heads, key_heads=key_heads, width=width)
+    with mock.patch.dict(os.environ, RANK="1"):  # reports no progress
+        return projections_of(case, group, groups, 3)
+
+
+def test_bench_says_how_projections_run_under_the_exchange(ranks):
+    for found in ranks(2).run(projected, (512, 8, 8, 64), 4):
+        assert (found.exchange, found.inputs, found.output) == ("heads", 4, 4)
+        assert "Queries, keys and values in 4 groups of heads; the output in 4 pieces of rows." in str(found)
+        assert "npu_all_to_all_matmul and npu_matmul_all_to_all run none of it: device cpu, not npu (" in str(found)
+    for found in ranks(2).run(projected, (512, 8, 8, 64), 1):
+        assert (found.inputs, found.output) == (1, 1) and "All whole, because there is one group" in str(found)
+    for found in ranks(2).run(projected, (512, 8, 1, 16), 1):
+        assert (found.exchange, found.inputs, found.output) == ("gather", 0, 0)
+        assert "because keys are gathered. " in str(found)
+
+
+def exchanges(group):
+    """Return whether the exchange of a case is that of tensors, for heads and for gathered keys."""
+    found = []
+    for sizes in ((64, 8, 4, 8), (64, 8, 1, 8)):
+        case = AttentionCase(**dict(zip(("tokens", "heads", "key_heads", "width"), sizes, strict=True)))
+        q, k, v = (torch.zeros(32, 1, count, 8) for count in (case.heads, case.key_heads, case.key_heads))
+        ran = attention_call(q, k, v, group, case.chosen_exchange(2))
+        found.append(replace(case.exchange(2, "cpu"), projection=None) == ran)
+    return found
+
+
+def test_the_exchange_of_a_case_is_that_of_its_tensors(ranks):
+    assert ranks(2).run(exchanges) == [[True, True]] * 2
+
+
+def without_pieces(group, sizes, groups):
+    """As `projected`, on a machine of which no piece of a product has the bits of the whole."""
+    with mock.patch.object(probing, "same_bits", lambda *_: False):
+        return projected(group, sizes, groups)
+
+
+def test_products_that_would_change_bits_are_whole(ranks):
+    for found in ranks(2).run(without_pieces, (448, 8, 8, 48), 4):  # of this shape the machine is asked here alone
+        assert (found.inputs, found.output) == (1, 1)
+        assert "Queries, keys and values whole, because pieces have other bits on this machine;" in str(found)
 
 
 @pytest.mark.slow

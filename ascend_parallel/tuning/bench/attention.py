@@ -5,22 +5,29 @@ all-to-alls before and after it ("serial"), and in groups of heads, by both exch
 ("heads, 2 groups") and of gathered keys and values ("gather, 2 groups"), whose ranks have two pieces of the sequence
 each. T_comp is the attention of a rank without an exchange, T_comm the whole exchange without attention: by torch's
 all-to-alls, or in one group, which sends faster.
+
+The linear layers around attention, hidden states as wide as all heads of queries, are timed with it in the groups that
+"auto" takes: before and behind the exchange, and under it (`Projections`).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from ascend_parallel.ops.call import Exchange
+from ascend_parallel.ops.call import ALL_TO_ALL_MATMUL, HEAD_EXCHANGE, KEY_GATHER, Exchange, ExchangedMatmul
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.head_exchange import HeadGroup
-from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, KeyGroup, choose_exchange, cut_heads
+from ascend_parallel.ops.key_gather import EXCHANGES, GATHER, HEADS, KeyGroup, choose_exchange, cut_heads
+from ascend_parallel.ops.npu_limits import EXCHANGED_OPERATORS, supports_exchanged
+from ascend_parallel.ops.record import MATMUL, RECORDING, Recorder
 from ascend_parallel.overlap.context import (
     Attention,
     attend_pieces,
@@ -28,15 +35,19 @@ from ascend_parallel.overlap.context import (
     attention_in_turn,
     run_attention,
 )
+from ascend_parallel.overlap.projected import Projection
+from ascend_parallel.overlap.projected_heads import AttentionInput
 from ascend_parallel.settings import Settings
 from ascend_parallel.text import parse_int, shown
 from ascend_parallel.tuning.bench.exchanges import AUTO, COMMUNICATION, COMPUTATION, SERIAL, Run, plan_of, times_of
+from ascend_parallel.tuning.bench.results import speedup_of
 from ascend_parallel.tuning.bench.shapes import MOST
 from ascend_parallel.tuning.cost_model.tables import PlanningError
 from ascend_parallel.tuning.launch.ranks import report
 from ascend_parallel.tuning.measured.decider import Decider
 
 SEED = 7
+BESIDE, UNDER = "before and behind", "under"  # where projections run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +94,113 @@ class AttentionCase:
         except ValueError:
             return 0
 
+    @property
+    def features(self) -> int:
+        """The features of all heads of queries, as many as hidden states have here."""
+        return self.heads * self.width
+
+    def projection(self, ranks: int, device: str, soc: str = "") -> ExchangedMatmul:
+        """Return the way back of all heads and their projection, which a fused operator may run."""
+        rows, dtype = self.tokens // ranks, getattr(torch, self.dtype)
+        return ExchangedMatmul(ALL_TO_ALL_MATMUL, rows, self.features, self.features, dtype, device, ranks, soc)
+
+    def exchange(self, ranks: int, device: str, soc: str = "") -> Exchange:
+        """Return the exchange that runs, with the projection behind it if heads are exchanged."""
+        way, dtype, of_keys = self.chosen_exchange(ranks), getattr(torch, self.dtype), 2 * self.key_heads * self.width
+        parts = self.parts(ranks, way)
+        if way == GATHER:
+            return Exchange(KEY_GATHER, parts, self.tokens, of_keys, dtype, device, ranks)
+        features = self.features + parts * ranks // self.key_heads * of_keys
+        projection = self.projection(ranks, device, soc)
+        return Exchange(HEAD_EXCHANGE, parts, self.tokens, features, dtype, device, ranks, None, projection)
+
     def __str__(self) -> str:
         """Return the case in words."""
         return f"{self.tokens} tokens, {self.heads} heads of {self.width}, {self.key_heads} of keys, {self.dtype}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Projections:
+    """How the linear layers around attention run under its exchange, and what that gains.
+
+    features        of hidden states, of queries and of the output
+    exchange        "heads" or "gather"
+    groups          of the exchange
+    inputs          the products in which queries are multiplied, and keys and values alike; 0: not under the exchange
+    output          the products in which the output is multiplied; 0: not under the exchange
+    fused           why no operator of torch_npu runs the exchange with the output's product
+    before, under   seconds of forward and backward with projections before and behind the exchange, and under it
+    speedup         the paired ratio of both, with its interval `low` to `high`
+    """
+
+    features: int
+    exchange: str
+    groups: int
+    inputs: int
+    output: int
+    fused: str
+    before: float
+    under: float
+    speedup: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Return the projections in words."""
+        gained = f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f}) times as fast as before and behind it"
+        return (
+            f"Projections ({self.features} features) under the exchange ({variant(self.exchange, self.groups)}): "
+            f"{1e3 * self.under:.1f} ms, {gained}. {self._how()}. "
+            f"{' and '.join(EXCHANGED_OPERATORS.values())} run none of it: {self.fused} (of a chip: explain --context)."
+        )
+
+    def _how(self) -> str:
+        if self.exchange == GATHER:
+            return "Of the output's the weight gradient alone, and no other, because keys are gathered"
+        if self.groups == 1:
+            return "All whole, because there is one group; keys and values are multiplied while queries are sent"
+        changed = "whole, because pieces have other bits on this machine"
+        inputs = f"in {self.inputs} groups of heads" if self.inputs > 1 else changed
+        output = f"in {self.output} pieces of rows" if self.output > 1 else changed
+        return f"Queries, keys and values {inputs}; the output {output}"
+
+
 def measure(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int], rounds: int) -> dict[str, Any]:
     """Return the seconds of the slowest rank, by variant and round; T_comp and T_comm are among the variants."""
-    runs, chosen = runs_of(AttentionCase(**case), group, groups)
-    return {"times": times_of(runs, group, rounds), "auto": chosen, "torch": torch.__version__}
+    asked = AttentionCase(**case)
+    runs, chosen = runs_of(asked, group, groups)
+    times = times_of(runs, group, rounds)
+    report("projections")
+    projections = projections_of(asked, group, chosen, rounds)
+    auto = variant(asked.chosen_exchange(group.size()), chosen)
+    return {"times": times, "auto": auto, "projections": asdict(projections), "torch": torch.__version__}
+
+
+def projections_of(case: AttentionCase, group: dist.ProcessGroup, groups: int, rounds: int) -> Projections:
+    """Time attention with its projections, in so many groups of the exchange that runs."""
+    layer, exchange = ProjectedAttention(case, group), case.chosen_exchange(group.size())
+    runs: Mapping[str, Run] = {
+        BESIDE: functools.partial(layer.run, groups),
+        UNDER: functools.partial(layer.run, groups, inputs=exchange == HEADS, output=True),
+    }
+    inputs, output = layer.products(groups) if exchange == HEADS else (0, 0)
+    times = times_of(runs, group, rounds)
+    speedup, low, high = speedup_of(times[BESIDE], times[UNDER])
+    fused = "keys are gathered" if exchange == GATHER else supports_exchanged(case.projection(group.size(), "cpu"))
+    assert fused is not None, "CPUs have no such operator"
+    return Projections(
+        features=case.features,
+        exchange=exchange,
+        groups=groups,
+        inputs=inputs,
+        output=output,
+        fused=fused,
+        before=median(times[BESIDE]),
+        under=median(times[UNDER]),
+        speedup=speedup,
+        low=low,
+        high=high,
+    )
 
 
 def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> dict[str, Any]:
@@ -102,8 +211,8 @@ def tune(group: dist.ProcessGroup, case: dict[str, Any], groups: list[int]) -> d
     return plan_of(attention.call, group, overlapped, functools.partial(overlapped, 1), groups)
 
 
-def runs_of(case: AttentionCase, group: dist.ProcessGroup, groups: list[int]) -> tuple[dict[str, Run], str]:
-    """Return the variants and parts of a forward and backward by name, and the variant that "auto" takes."""
+def runs_of(case: AttentionCase, group: dist.ProcessGroup, groups: list[int]) -> tuple[dict[str, Run], int]:
+    """Return the variants and parts of a forward and backward by name, and the number of groups that "auto" takes."""
     attention = _SharedAttention(case, group)
     runs: dict[str, Run] = {
         COMPUTATION: attention.compute,
@@ -115,13 +224,14 @@ def runs_of(case: AttentionCase, group: dist.ProcessGroup, groups: list[int]) ->
         most = case.parts(group.size(), exchange)
         for count in sorted({1, *groups}):
             if count <= most:
-                runs[_variant(exchange, count)] = functools.partial(attention.overlapped, exchange, count)
+                runs[variant(exchange, count)] = functools.partial(attention.overlapped, exchange, count)
     report("auto")
     runs[AUTO], chosen = attention.automatic()
     return runs, chosen
 
 
-def _variant(exchange: str, groups: int) -> str:
+def variant(exchange: str, groups: int) -> str:
+    """Return the name of an exchange in so many groups."""
     return f"{exchange}, {groups} group{'s' if groups > 1 else ''}"
 
 
@@ -174,13 +284,13 @@ class _SharedAttention:
         q, k, v = self._whole
         self._backward(attend(self._part, q, k, v), self._whole)
 
-    def automatic(self) -> tuple[Run, str]:
-        """Return the variant that COC_PARALLEL_NUM=auto takes, and its name."""
+    def automatic(self) -> tuple[Run, int]:
+        """Return the variant that COC_PARALLEL_NUM=auto takes, and its number of groups."""
         run = functools.partial(self.overlapped, self.exchange)
         found = Decider(Settings(auto=True), keeps=False).known_of_exchange(
             self.call, self._group, lambda tried: run(tried.number), functools.partial(run, 1), self._device
         )
-        return functools.partial(run, found.number), _variant(self.exchange, found.number)
+        return functools.partial(run, found.number), found.number
 
     @property
     def _device(self) -> torch.device:
@@ -189,6 +299,66 @@ class _SharedAttention:
     def _backward(self, made: torch.Tensor, operands: list[torch.Tensor]) -> None:
         d_output = self._d_output if made.shape == self._d_output.shape else torch.ones_like(made)
         torch.autograd.grad(made, operands, d_output)
+
+
+class ProjectedAttention:
+    """Hidden states of this rank's tokens, attention of them, and its projections: queries, keys, values and output."""
+
+    def __init__(self, case: AttentionCase, group: dist.ProcessGroup) -> None:
+        """Draw hidden states, weights, and the gradient of the result."""
+        self._case, self._group, self._ranks = case, group, group.size()
+        self._exchange = case.chosen_exchange(group.size())
+        generator, dtype = torch.Generator().manual_seed(SEED), getattr(torch, case.dtype)
+
+        def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).mul_(scale).to(dtype).requires_grad_()
+
+        self._own, hidden = case.tokens // self._ranks, case.features
+        self._x, self._d_y = drawn(1, self._own, hidden), drawn(1, self._own, hidden).detach()
+        heads = case.heads, case.key_heads, case.key_heads
+        self._weights = [drawn(count * case.width, hidden, scale=0.02) for count in heads]
+        self._weight = drawn(hidden, hidden, scale=0.02)
+
+    def run(self, groups: int, *, inputs: bool = False, output: bool = False) -> None:
+        """Run forward and backward, with attention exchanged in so many groups.
+
+        inputs: queries, keys and values are projected under the exchange; output: what reads the output is.
+        """
+        x = AttentionInput.of(self._x, self._weights, self._case.width) if inputs else self._x
+        how: dict[str, Any] = {"settings": Settings(), "known": Known(number=groups), "exchange": self._exchange}
+        projection = Projection.of(self._weight) if output else None
+        q, k, v = self._heads(x)
+        self._backward(run_attention(q, k, v, attend, group=self._group, projection=projection, **how))
+
+    def compute(self) -> None:
+        """Run forward and backward without an exchange: a rank's share of the heads attends as often as it has rows."""
+        q, k, v = (x[:, :, : x.shape[2] // self._ranks].repeat(self._ranks, 1, 1, 1) for x in self._heads(self._x))
+        o = attend(None, q, k, v).reshape(self._ranks, self._own, 1, -1, self._case.width)
+        self._backward(o.permute(1, 2, 0, 3, 4).flatten(2, 3))
+
+    def products(self, groups: int) -> tuple[int, int]:
+        """Return in how many products under the exchange queries are multiplied, and the output, in a forward.
+
+        As it runs here: where pieces of a product have other bits on this machine, it is one.
+        """
+        self.run(groups, inputs=True, output=True)  # asks the machine for bits
+        kept, RECORDING.recorder = RECORDING.recorder, Recorder(2, lambda _: None)
+        try:
+            self.run(groups, inputs=True, output=True)
+            forward = RECORDING.recorder.passes[0]
+        finally:
+            RECORDING.recorder = kept
+        names = [span.name for span in forward.spans if span.kind == MATMUL]
+        attended = len(names) - names[::-1].index("attention")
+        return names[:attended].count("projection") // len(self._weights), len(names[attended:])
+
+    def _heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries, keys and values [s, 1, N, D]."""
+        return [linear(x, w).view(1, self._own, -1, self._case.width).permute(1, 0, 2, 3) for w in self._weights]
+
+    def _backward(self, o: torch.Tensor) -> None:
+        y = linear(o.permute(1, 0, 2, 3).contiguous().reshape(1, self._own, -1), self._weight)
+        torch.autograd.grad(y, [self._x, *self._weights, self._weight], self._d_y)
 
 
 def attend(part: HeadGroup | KeyGroup | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
