@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ascend_parallel.ops import chunked, npu, npu_limits, ordered, reference, shm, tree
-from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Call, Exchange, Matmul
+from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Call, Exchange, ExchangedMatmul, Matmul
 from ascend_parallel.ops.decision import NOTHING, Decision, Known, Reason, SizesOf, because
 from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.device_units import fills
@@ -409,16 +409,45 @@ def _bit_exact(matmul: Matmul, kernel: str, chunks: int) -> bool | None:
 
 
 @dataclass(frozen=True)
+class ExchangedChoice:
+    """What runs a matmul beside an all-to-all (ops/exchanged_matmul.py), and why.
+
+    kernel
+        "npu": the fused operator; "reference": the product and the all-to-all in turn; "chunked": in groups of heads.
+    code
+        Of the reason of the exchange that settled the kernel.
+    why
+        "taken", or why the fused operator is not.
+    """
+
+    matmul: ExchangedMatmul
+    kernel: str
+    code: str
+    why: str
+
+    @property
+    def fused(self) -> str:
+        """torch_npu's name of the fused operator."""
+        return npu_limits.EXCHANGED_OPERATORS[self.matmul.operator]
+
+    def __str__(self) -> str:
+        """Return the choice in a line."""
+        return f"{self.matmul.operator} {list(self.matmul.shape)}: {self.kernel}; {self.fused}: {self.why}"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A decision, and for each kernel "taken" or the reason against it. ``str(explanation)`` is the text for people.
 
     region: how the matmul runs inside a region, if the settings ask for regions.
+    beside: the matmuls beside an all-to-all of an exchange whose projection is known.
     """
 
     decision: Decision
     kernels: dict[str, str]
     strict: bool
     region: str = ""
+    beside: tuple[ExchangedChoice, ...] = ()
 
     def __str__(self) -> str:
         """Return the decision and the reasons in a few lines."""
@@ -430,6 +459,7 @@ class Explanation:
         if decision.unmet and self.strict:
             lines.append("  COC_STRICT=1 makes this an error")
         lines += [f"  {name:<10}{why}" for name, why in self.kernels.items()]
+        lines += [f"  {choice}" for choice in self.beside]
         if self.region:
             lines.append(f"  {self.region}")
         return "\n".join(lines)
@@ -440,7 +470,24 @@ def explain(call: Call, settings: OperatorSettings, known: Known | None = None) 
     decision = would_choose(call, settings, known)
     asks_fused = settings.fused and settings.cuts and not (known and known.alone)
     kernels = {name: _reason(name, decision, asks_fused) for name in KERNELS}
-    return Explanation(decision, kernels, settings.strict)
+    return Explanation(decision, kernels, settings.strict, beside=tuple(_beside(decision, asks_fused)))
+
+
+def _beside(decision: Decision, asks_fused: bool) -> Iterator[ExchangedChoice]:
+    """Yield what runs the way back of an exchange's heads with their projection, and the gradient's dispatch."""
+    exchange = decision.call
+    if not isinstance(exchange, Exchange) or exchange.projection is None:
+        return
+    code = next((code for code in ("groups_hide_more", "not_fused") if code in decision.codes), decision.code)
+    for matmul in (exchange.projection, exchange.projection.backward):
+        refusal = npu_limits.supports_exchanged(matmul)
+        if decision.kernel != "npu":
+            why = _reason("npu", decision, asks_fused) if refusal is None else f"cannot: {refusal}"
+            yield ExchangedChoice(matmul, decision.kernel, code, why)
+        elif refusal is None:
+            yield ExchangedChoice(matmul, "npu", "fused_projection", "taken")
+        else:
+            yield ExchangedChoice(matmul, "reference", "fused_forward", f"cannot: {refusal}")
 
 
 def _reason(name: str, decision: Decision, asks_fused: bool) -> str:
@@ -450,6 +497,8 @@ def _reason(name: str, decision: Decision, asks_fused: bool) -> str:
     if refusal is not None:
         return f"cannot: {refusal}"
     if name in FUSED:
+        if isinstance(decision.call, Exchange) and asks_fused:
+            return "can, in one group"
         return "can, but another fused kernel was tried first" if asks_fused else "can, with USE_COC_FUSED_KERNEL=1"
     if name == "ordered":
         return "can, with COC_DETERMINISTIC=1 where nothing else sums in rank order"

@@ -22,7 +22,7 @@ from ascend_parallel.cli.options import (
 )
 from ascend_parallel.cli.output import console, errors, refuse_unread
 from ascend_parallel.devices import DEVICES
-from ascend_parallel.tuning.cost_model.tables import lookup
+from ascend_parallel.tuning.cost_model.tables import PlanningError, lookup
 from ascend_parallel_autoload.frameworks import FRAMEWORKS
 
 if TYPE_CHECKING:
@@ -48,6 +48,13 @@ def explain(
     ] = None,
     device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "npu",
     chip: Annotated[str, typer.Option(help="Name of the NPU, such as Ascend910B1, for its fused operators.")] = "",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS,HEADS,KEYS,WIDTH",
+            help="Explain attention of a sequence that the ranks share instead, with its output projection.",
+        ),
+    ] = None,
     framework: Annotated[
         str | None, typer.Option(help=f"Say too whether its layers are replaced: {', '.join(MODULES)}.")
     ] = None,
@@ -64,12 +71,20 @@ def explain(
       USE_COC_FUSED_KERNEL=1 ascend-parallel explain --shape 4096,1376,4096 --layer row --chip Ascend910B1
 
       COC_PARALLEL_NUM=4 ascend-parallel explain --shape 2048,1024,1024 --tp 2 --device cpu --framework megatron
+
+      USE_COC_FUSED_KERNEL=1 ascend-parallel explain --context 32768,32,8,128 --tp 8 --chip Ascend910_9391
     """
     from ascend_parallel.cli.bench_request import linears_of
     from ascend_parallel.settings import current_settings
 
     with errors("explain"):
         place = lookup("--device", device, {name: name for name in DEVICES})
+        if context is not None:
+            if model is not None or shape:
+                raise PlanningError("give one of --model, --shape and --context")
+            refuse_unread(ctx, "--context")
+            _explain_attention(context, dtype or DEVICES[place].dtype, tp, place, chip, as_json)
+            return
         prefix = None if framework is None else lookup("--framework", framework, MODULES)
         _, linears = linears_of(
             model,
@@ -91,6 +106,22 @@ def explain(
         typer.echo(json.dumps({"settings": settings.as_dict(), "framework": state, "passes": passes}, indent=2))
         return
     _show(state, found)
+
+
+def _explain_attention(text: str, dtype: str, ranks: int, device: str, chip: str, as_json: bool) -> None:
+    """Explain the exchange around attention, and the two matmuls that a fused operator may run with it."""
+    from ascend_parallel.overlap.choices import explain as explain_call
+    from ascend_parallel.settings import current_settings
+    from ascend_parallel.tuning.bench.attention import AttentionCase
+
+    dtype_of(dtype)
+    case, settings = AttentionCase.parse(text, dtype, ranks), current_settings()
+    reasons = explain_call(case.exchange(ranks, device, chip), settings)
+    if as_json:
+        passes = [_of_call("attention", case.chosen_exchange(ranks), "forward and backward", reasons)]
+        typer.echo(json.dumps({"settings": settings.as_dict(), "framework": None, "passes": passes}, indent=2))
+        return
+    console(highlight=False).print(f"attention, forward and backward: {reasons}", markup=False, soft_wrap=True)
 
 
 def _show(state: dict[str, Any] | None, found: list[tuple[ModelLinear, str, Explanation]]) -> None:
@@ -150,11 +181,15 @@ def _state(name: str, prefix: str) -> dict[str, Any]:
 
 
 def _plain(linear: ModelLinear, direction: str, reasons: Explanation) -> dict[str, Any]:
+    return _of_call(linear.name, linear.shape.kind, direction, reasons)
 
+
+def _of_call(layer: str, kind: str, direction: str, reasons: Explanation) -> dict[str, Any]:
+    """Return what explains a pass, in plain values."""
     decision = reasons.decision
     return {
-        "layer": linear.name,
-        "kind": linear.shape.kind,
+        "layer": layer,
+        "kind": kind,
         "direction": direction,
         "problem": decision.call.in_words,
         "operator": decision.call.operator,
@@ -162,6 +197,18 @@ def _plain(linear: ModelLinear, direction: str, reasons: Explanation) -> dict[st
         "chunks": len(decision.sizes),
         "sizes": list(decision.sizes),
         "reason": decision.reason,
+        "codes": list(decision.codes),
         "unmet": decision.unmet,
         "kernels": reasons.kernels,
+        "beside": [
+            {
+                "operator": choice.matmul.operator,
+                "shape": list(choice.matmul.shape),
+                "kernel": choice.kernel,
+                "code": choice.code,
+                "fused": choice.fused,
+                "why": choice.why,
+            }
+            for choice in reasons.beside
+        ],
     }

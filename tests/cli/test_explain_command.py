@@ -73,12 +73,34 @@ def test_a_framework_is_named_with_its_replaced_methods(run):
     assert state == {"name": "torch", "state": "its layers are untouched: overlap is off", "patches": []}
 
 
+def test_attention_of_a_shared_sequence_is_explained_with_its_operators(run):
+    """With settings and chip that allow the fused operators, one group; and where keys are gathered none is named."""
+    ascend_parallel.configure(fused=True)
+    words = ("explain", "--context", "4096,32,8,128", "--tp", "8", "--chip", "Ascend910_9391")
+    (found,) = json.loads(run(*words, "--json").output)["passes"]
+    assert (found["kind"], found["operator"], found["kernel"], found["chunks"]) == ("heads", "head_exchange", "npu", 1)
+    assert found["codes"][-1] == "fused_projection"
+    operators = [(one["operator"], one["shape"], one["kernel"], one["code"], one["why"]) for one in found["beside"]]
+    shape = [512, 4096, 4096]
+    assert operators == [
+        ("all_to_all_matmul", shape, "npu", "fused_projection", "taken"),
+        ("matmul_all_to_all", shape, "npu", "fused_projection", "taken"),
+    ]
+    said = run(*words).output
+    assert "all_to_all_matmul [512, 4096, 4096]: npu; npu_all_to_all_matmul: taken" in said
+    (gathered,) = json.loads(run("explain", "--context", "4096,32,1,128", "--tp", "8", "--json").output)["passes"]
+    assert (gathered["kind"], gathered["operator"], gathered["beside"]) == ("gather", "key_gather", [])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("explain",), "give either --model or --shape"),
         (("explain", "--model", "llama2-7b", "--framework", "jax"), "--framework 'jax' is not known"),
         (("explain", "--model", "llama2-7b", "--device", "tpu"), "--device 'tpu' is not known"),
+        (("explain", "--context", "64,8"), "give TOKENS,HEADS,KEYS,WIDTH"),
+        (("explain", "--context", "64,8,8,8", "--model", "llama2-7b"), "give one of --model, --shape and --context"),
+        (("explain", "--context", "64,8,8,8", "--layer", "row"), "--context: leave out --layer"),
         (("explain", "--shape", "2047,64,64"), "M is not divisible by the 8 ranks"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from test_npu import A2, A3, ASCEND_950, BF16, DTYPES
 
 from ascend_parallel import Settings, UnmetRequestError
-from ascend_parallel.ops import choose, npu_limits
+from ascend_parallel.ops import choose, npu_limits, registry
 from ascend_parallel.ops.call import (
     ALL_TO_ALL_MATMUL,
     HEAD_EXCHANGE,
@@ -190,3 +190,41 @@ def reference(group):
 @pytest.mark.parametrize("count", [2, 4])
 def test_torchs_own_calls_compute_the_formulas(ranks, count):
     assert max(ranks(count).run(reference)) < 1e-12
+
+
+EXPLAINED = {  # settings, the exchange, what runs the way back and the gradient's dispatch, with codes, what is said
+    "fused": (Settings(fused=True), heads(back()), [("npu", "fused_projection")] * 2, "npu_all_to_all_matmul: taken"),
+    "forward alone": (
+        Settings(fused=True),
+        heads(back(n=65536, soc=A3)),
+        [("npu", "fused_projection"), ("reference", "fused_forward")],
+        "reference; npu_matmul_all_to_all: cannot: matmul_all_to_all on Ascend910_9391 (generation A3) takes K from 1",
+    ),
+    "groups": (
+        Settings(fused=True, num_chunks=2),
+        heads(back()),
+        [("chunked", "groups_hide_more")] * 2,
+        "npu_all_to_all_matmul: can, in one group",
+    ),
+    "refused": (
+        Settings(fused=True),
+        heads(back(soc=""), parts=1),
+        [("reference", "not_fused")] * 2,
+        "npu_all_to_all_matmul: cannot: the chip is unknown",
+    ),
+    "not asked": (Settings(), heads(back()), [("reference", "number")] * 2, "can, with USE_COC_FUSED_KERNEL=1"),
+}
+
+
+@pytest.mark.parametrize("case", EXPLAINED)
+def test_explain_says_what_runs_beside_an_all_to_all_and_why(case):
+    settings, exchange, expected, words = EXPLAINED[case]
+    found = registry.explain(exchange, settings)
+    assert [choice.matmul.operator for choice in found.beside] == [ALL_TO_ALL_MATMUL, MATMUL_ALL_TO_ALL]
+    assert [(choice.kernel, choice.code) for choice in found.beside] == expected
+    assert words in str(found)
+    assert (choose(exchange, settings).kernel == "npu") == (found.beside[0].kernel == "npu")
+
+
+def test_explain_of_an_exchange_without_a_projection_names_no_operator():
+    assert registry.explain(replace(heads(back()), projection=None), Settings(fused=True)).beside == ()
