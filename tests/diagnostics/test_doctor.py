@@ -1,5 +1,6 @@
 """ascend-parallel doctor: its findings, its trial of kernels and its exit status."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from ascend_parallel import Settings
 from ascend_parallel.cli.app import app
 from ascend_parallel.diagnostics.doctor import ContextRequest, Finding, Report, trial
-from ascend_parallel.diagnostics.doctor.findings import REBUILD
+from ascend_parallel.diagnostics.doctor.findings import LOOP_COST, REBUILD
 from ascend_parallel.ops.call import PART_NAMES
 from ascend_parallel.ops.registry import KERNELS
 from ascend_parallel.overlap.choices import overlap_in_words
@@ -31,6 +32,15 @@ def doctor(*arguments, cwd=None, **variables):
     return subprocess.run(
         command, env={**environ, "COLUMNS": "200", **variables}, capture_output=True, text=True, timeout=120, cwd=cwd
     )
+
+
+def test_the_cost_of_pythons_loop_is_that_of_the_benchmarks_table():
+    """The largest ratio of the last column of "Python's / C++"."""
+    lines = (Path(__file__).parents[2] / "benchmarks/README.md").read_text().splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.endswith("| Python's / C++ |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[begin + 2 :])
+    most = max(float(row.split("|")[-2]) for row in rows)
+    assert f"up to {most} times" in LOOP_COST
 
 
 def test_a_machine_without_faults():

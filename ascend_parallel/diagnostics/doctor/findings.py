@@ -49,8 +49,11 @@ PACKAGES = tuple(framework.title for framework in FRAMEWORKS if not framework.of
 # The section and name of the finding on what is replaced.
 STATE = "patches", "state"
 
-# Measured by benchmarks/host_cost.py --loops (benchmarks/README.md).
-LOOP_COST = "a pass of a layer in 4 chunks then costs the host up to 1.6 times what it costs with the loop in C++"
+# The largest ratio of the table "Host time of Megatron-core's layers" in benchmarks/README.md, which a test compares.
+LOOP_COST = (
+    "a pass of a layer in 4 chunks then costs the host up to 1.35 times what it costs with the loop in C++ "
+    "(benchmarks/README.md, host_cost.py --loops)"
+)
 REBUILD = (
     "to build it: pip install --no-build-isolation --no-deps --force-reinstall -v . (in the source, with torch, "
     "setuptools, wheel and a C++ compiler installed; -v shows why a build fails)"
