@@ -123,7 +123,7 @@ def bench(
             _bench_parts(parts, tp, rounds, link, as_json)
         return
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install ascend_parallel[plot]", param_hint="--plot")
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
     with errors("bench", LinkError):
         if plot_file is not None:
             needs_file("--plot", plot_file)

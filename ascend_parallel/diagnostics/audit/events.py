@@ -47,9 +47,7 @@ class TraceFile:
         try:
             import ijson
         except ImportError as error:
-            raise ProfileError(
-                "audit reads traces with ijson, which is not installed: pip install 'ascend_parallel[audit]'"
-            ) from error
+            raise ProfileError("audit reads traces with ijson, which is not installed: pip install ijson") from error
         count, cut = 0, (ijson.JSONError, EOFError, zlib.error, gzip.BadGzipFile)
         try:
             prefix = self._read_about(ijson)

@@ -114,7 +114,7 @@ class MergedTimeline:
         if png or (png is None and importlib.util.find_spec("matplotlib")):
             draw(pictures, out / "timeline.png")
             return [*written, out / "timeline.png"], []
-        return written, [] if png is False else ["no timeline.png: it needs pip install 'ascend_parallel[plot]'"]
+        return written, [] if png is False else ["no timeline.png: it needs pip install matplotlib"]
 
 
 def merge(folder: Path, run: str | None = None, against: Path | None = None) -> MergedTimeline:

@@ -152,8 +152,7 @@ def draw(pictures: Sequence[Picture], path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise TimelineError(
-            f"{path.name} needs matplotlib, which is not installed: pip install 'ascend_parallel[plot]', or give "
-            "--no-png"
+            f"{path.name} needs matplotlib, which is not installed: pip install matplotlib, or give --no-png"
         ) from error
     sizes = [len(picture.ranks) for picture in pictures]
     figure = Figure(figsize=(WIDTH, 2 * LANE * sum(sizes) + 0.45 * len(sizes) + 0.8), layout="constrained")
