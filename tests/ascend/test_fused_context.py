@@ -1,6 +1,7 @@
 """Attention's way back and its projection as one operator, on emulated NPUs: numbers, operators, limits, agreement."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -241,3 +242,69 @@ def test_transformers_with_late_kernels_and_checks(ranks):
         assert max(errors) < 5e-2 and ran == {BACK: 2, AWAY: 2}
     for errors, ran, _ in ranks().run(llama, {**FUSED, "verify_every": 1}):
         assert max(errors) < 5e-2 and ran[BACK] >= 2
+
+
+def ulysses(settings, hooked, steps=3):
+    """Train a Llama under DeepSpeed's Ulysses; return errors against one rank, and what each step ran.
+
+    hooked: a program's hooks put another tensor before each output projection, so nobody asks for its product.
+    """
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ascend_parallel
+
+    deepspeed.init_distributed(dist_backend="hccl", verbose=False)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=256, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    whole = LlamaForCausalLM(config).train().to(torch.bfloat16)
+    shared = copy.deepcopy(whole).to(device())
+    whole = whole.double()
+    tokens = torch.randint(96, (1, 64), generator=torch.Generator().manual_seed(11))
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+    places, own = torch.arange(64)[None], slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
+
+    def train(model, part, to):
+        model.zero_grad()
+        logits = model(input_ids=tokens[:, part].to(to), position_ids=places[:, part].to(to)).logits
+        flat = logits.flatten(0, 1).to(torch.float64 if to == "cpu" else torch.float32)
+        (torch.nn.functional.cross_entropy(flat, labels[:, part].to(to).flatten(), reduction="sum") / 63).backward()
+
+    train(whole, slice(None), "cpu")
+    UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=shared, core_attn_implementation="sdpa", sequence_parallel_size=dist.get_world_size(),
+        micro_batch_size=1,
+    )  # fmt: skip
+    for layer in shared.model.layers if hooked else ():
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0] * 1,))
+    ascend_parallel.configure(**settings)
+    try:
+        ran = [operators(counted(lambda: train(shared, own, device()))[1]) for _ in range(steps)]
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    errors = []
+    for ours, theirs in zip(shared.parameters(), whole.parameters(), strict=True):
+        total = ours.grad.float()
+        dist.all_reduce(total)
+        errors.append(error(total, theirs.grad))
+    return errors, ran
+
+
+@pytest.mark.promise("context-fused")
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="make compat-deepspeed-ascend")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_deepspeeds_ulysses(hooked, tmp_path):
+    """Of two layers in each step; also where nobody asks for the product: what communicates, all ranks run."""
+    from emulated_ascend.ranks import Ranks
+
+    pool = Ranks(2, {"ASCEND_HOME_PATH": str(tmp_path)}, seconds=180)  # DeepSpeed keeps its place in transformers
+    try:
+        for errors, ran in pool.run(ulysses, FUSED, hooked):
+            assert max(errors) < 5e-2, errors
+            assert ran == [{BACK: 2} if hooked else {BACK: 2, AWAY: 2}] * 3
+    finally:
+        pool.close()
