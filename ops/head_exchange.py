@@ -91,10 +91,10 @@ class HeadGroup(SharedHeads):
         joined = self._heads(x).permute(2, 0, 1, 3, 4, 5).contiguous()
         return joined.flatten(3, 4).flatten(0, 1)
 
-    def by_rank(self, o: torch.Tensor) -> torch.Tensor:
+    def by_rank(self, o: torch.Tensor, batch_first: bool) -> torch.Tensor:
         """Return o [S, B, n, D] in the order of `HeadRows`, [R, B s, n, D]."""
         by_rank = o.view(len(self.lengths), -1, *o.shape[1:])
-        return by_rank.transpose(1, 2).flatten(1, 2)
+        return (by_rank.transpose(1, 2) if batch_first else by_rank).flatten(1, 2)
 
     def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
         """Copy heads that came back, [R s, B, n, D], to their places in x [s, B, N, D]."""
@@ -114,17 +114,20 @@ class HeadRows(HeadGroup):
     """Some rows of a group's heads, which come back by a collective of their own.
 
     first, stop
-        Of a rank's rows, in the order of batch, then token: the rows of o [B, s, N, D].
+        Of a rank's rows.
+    batch_first
+        Whether these are the rows of o [B, s, N, D], or of o [s, B, N, D].
     """
 
     first: int
     stop: int
+    batch_first: bool
 
     @classmethod
-    def cut_rows(cls, heads: HeadGroup, sizes: Sizes) -> list[HeadRows]:
+    def cut_rows(cls, heads: HeadGroup, sizes: Sizes, batch_first: bool) -> list[HeadRows]:
         """Cut the rows of a group of heads into pieces of `sizes` rows."""
         cuts = pairwise(accumulate(sizes, initial=0))
-        return [cls(heads.heads, heads.of, heads.lengths, heads.rank, first, stop) for first, stop in cuts]
+        return [cls(heads.heads, heads.of, heads.lengths, heads.rank, *cut, batch_first) for cut in cuts]
 
     @property
     def sent_sizes(self) -> list[int]:
@@ -141,8 +144,9 @@ class HeadRows(HeadGroup):
         return by_rank[:, self.first : self.stop].flatten(0, 1).unsqueeze(1).contiguous()
 
     def place(self, came_back: torch.Tensor, x: torch.Tensor) -> None:
-        """Copy rows that came back, [R m, 1, n, D], to their places in x [s, B, N, D], whose memory is [B, s, N, D]."""
-        rows = x.transpose(0, 1).view(-1, *x.shape[2:])[self.first : self.stop]
+        """Copy rows that came back, [R m, 1, n, D], to their places in x [s, B, N, D], which has the rows' memory."""
+        in_order = x.transpose(0, 1) if self.batch_first else x
+        rows = in_order.view(-1, *x.shape[2:])[self.first : self.stop]
         super().place(came_back, rows.unsqueeze(1))
 
 

@@ -40,21 +40,24 @@ class ProjectionsByUse:
         self._asked: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
     def of(
-        self, module: torch.nn.Module, query: torch.Tensor, width: int, *, always: bool = False
-    ) -> tuple[Projection | None, bool]:
-        """Return the projection to multiply, or None, and whether there is one: the second is the same on all ranks.
+        self,
+        module: torch.nn.Module,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        always: bool = False,
+        **options: Any,
+    ) -> Projection | None:
+        """Return the projection of a module to multiply, or None: nobody asked for the product of its first call.
 
-        query, width: as of `projection_of`. always: also where nobody asked for the product, as ranks must for a fused
-        operator, which multiplies and communicates.
+        always: also then, as ranks must for a fused operator, which multiplies and communicates. options: those of
+        `Projection`.
         """
-        if (layer := projection_of(module, query, width)) is None:
-            return None, False
         if self._asked.get(module) is False and not always:
-            return None, True
+            return None
         self._asked.setdefault(module, False)
-        return Projection(
-            weight=layer.weight, bias=getattr(layer, "bias", None), on_use=functools.partial(self._note, module)
-        ), True
+        asked = functools.partial(self._note, module)
+        return Projection(weight=weight, bias=bias, on_use=asked, **options)
 
     def _note(self, module: torch.nn.Module) -> None:
         self._asked[module] = True

@@ -89,6 +89,8 @@ class CheckedCall:
     inside
         The names of operands whose gradients are accumulated while the backward runs, not given by it: parameters that
         a graph inside the call reads.
+    of_rank
+        The names of operands that one rank may have, and another may not.
     name
         The layer's name in its model, as its framework says; empty: it is looked for among the process's modules.
     """
@@ -104,6 +106,7 @@ class CheckedCall:
     gradients: Gradients = field(default_factory=Gradients)
     backward_operands: Callable[[torch.Tensor | None, torch.Tensor | None], Tensors] = lambda kept, weight: {}
     inside: frozenset[str] = frozenset()
+    of_rank: frozenset[str] = frozenset()
     name: str = ""
 
     @property
@@ -140,8 +143,9 @@ class Check:
         self._graded, self._device, self._dtype = call.graded, x.device, operand_dtype(x)
         self._autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         self._limit = default_limit(self._dtype) if rules.limit is None else rules.limit
-        shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in call.operands.items())
-        self._operands = f"{shapes}, {self._dtype}"
+        shapes = {name: f"{name} {list(operand.shape)}" for name, operand in call.operands.items()}
+        self._operands = f"{', '.join(shapes.values())}, {self._dtype}"
+        self._alike = ", ".join(text for name, text in shapes.items() if name not in call.of_rank)
         self._record = LEDGER.record(call.layer, call.name)
         self._operators: OperatorsRan | None = None
         self._backward_operands: Tensors = {}
@@ -253,8 +257,9 @@ class Check:
 
     def _confirm_same_call(self, call: CheckedCall) -> None:
         """Raise `VerificationError` unless every rank of the group has come to the check of the same call."""
-        graded = ", ".join(f"of {name} {operand.requires_grad}" for name, operand in call.operands.items())
-        mine = f"call {self._number} of a {self._record.kind}: {self._operands}; "
+        alike = {name: operand for name, operand in call.operands.items() if name not in call.of_rank}
+        graded = ", ".join(f"of {name} {operand.requires_grad}" for name, operand in alike.items())
+        mine = f"call {self._number} of a {self._record.kind}: {self._alike}, {self._dtype}; "
         mine += f"gradients {graded}" if self._graded else "no gradients"
         calls_by_rank = store_all_gather(
             self._group,

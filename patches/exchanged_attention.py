@@ -27,7 +27,8 @@ from ascend_parallel.overlap.context import (
 )
 from ascend_parallel.overlap.projected import ProjectedTensor, Projection
 from ascend_parallel.overlap.selective_checkpoint import without_trace
-from ascend_parallel.patches.check import CheckedCall
+from ascend_parallel.overlap.weight_gradient import Begin
+from ascend_parallel.patches.check import CheckedCall, Gradients
 from ascend_parallel.patches.coverage import ATTENTION, MORE
 from ascend_parallel.patches.covered_call import CoveredCall, Run, run_covered
 from ascend_parallel.patches.framework import Framework
@@ -53,13 +54,15 @@ def exchanged_attention(
     own: Own | None = None,
     projection: Projection | None = None,
     by_rows: bool = False,
+    batch_first: bool = True,
+    gradients: Gradients | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens, [s, B, N, D], with a framework's settings; check it if they ask.
 
     operands: q, k and v, as `run_attention` takes them. framework: None: overlap is off, and one group runs. exchange:
     `HEADS` or `GATHER`. own: the framework's own exchange around its attention, which runs where groups were measured
     to gain nothing, and with which checks compare; None: one group runs then, and checks have torch's collectives.
-    projection, by_rows: as of `run_attention`.
+    projection, by_rows, batch_first: as of `run_attention`. gradients: reads those of the call for checks.
     """
     if framework is None:
         current_settings().arithmetic.refuse("context parallelism has no tree")
@@ -70,11 +73,12 @@ def exchanged_attention(
     if projection is not None:
         named |= {"weight": projection.weight} | ({} if projection.bias is None else {"bias": projection.bias})
 
-    def ours(known: Known, _: object) -> torch.Tensor:
+    def ours(known: Known, begin: Begin | None) -> torch.Tensor:
         decision = attention_decision(*operands, group, settings, known, exchange, projection)
         ATTENTION[module] = len(decision.sizes)
-        how: dict[str, Any] = {"settings": settings, "known": known, "exchange": exchange}
-        return run_attention(*operands, attention, group=group, projection=projection, by_rows=by_rows, **how)
+        how: dict[str, Any] = {"settings": settings, "known": known, "exchange": exchange, "begin": begin}
+        how |= {"projection": projection, "by_rows": by_rows, "batch_first": batch_first}
+        return run_attention(*operands, attention, group=group, **how)
 
     def theirs(own: Own) -> torch.Tensor:
         ATTENTION[module] = "not overlapped: groups of heads gain nothing over the framework's own exchange"
@@ -83,7 +87,8 @@ def exchanged_attention(
     def original(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         q, k, v, *layer = given.values()
         o = own(q, k, v) if own else attention_in_turn(q, k, v, attention, group=group, exchange=exchange)
-        return {"output": o} | ({"projection": linear(o.transpose(0, 1).flatten(2), *layer)} if layer else {})
+        rows = o.transpose(0, 1) if batch_first else o
+        return {"output": o} | ({"projection": linear(rows.flatten(2), *layer)} if layer else {})
 
     def operators(known: Known, direction: str) -> str:
         decision = attention_decision(*operands, group, settings, known, exchange, projection)
@@ -103,6 +108,8 @@ def exchanged_attention(
             results=results,
             original=original,
             operators=lambda: functools.partial(operators, known),
+            gradients=Gradients() if gradients is None else gradients,
+            of_rank=frozenset(("weight", "bias")),
         )
 
     call = CoveredCall(

@@ -353,6 +353,10 @@ class Framework(ABC):
         """Log a text once, on rank 0."""
         self._log_once(text, here=dist.get_rank() == 0)
 
+    def note_here(self, text: str) -> None:
+        """Log a text once, on this rank: others may have another."""
+        self._log_once(text, here=True)
+
     def _log_once(self, text: str, *, here: bool) -> None:
         """Note a text for the checks and, if `here`, log it; once."""
         if text not in self._logged:

@@ -76,6 +76,7 @@ from ascend_parallel.overlap.fused_projection import (
 from ascend_parallel.overlap.inner_graph import InnerGraph, InnerSavedTensors, TensorLike
 from ascend_parallel.overlap.projected import ProjectedTensor, Projection, project, projection_gradients
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
+from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
 from ascend_parallel.settings import Settings
@@ -103,6 +104,8 @@ class AttentionCall:
     decision: Decision
     graded: bool
     by_rows: bool
+    batch_first: bool
+    weight_gradient: WeightGradient
 
     @property
     def gathers(self) -> bool:
@@ -139,6 +142,8 @@ def run_attention(
     borrower: int | None = None,
     projection: Projection | None = None,
     by_rows: bool = False,
+    batch_first: bool = True,
+    begin: Begin | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the tokens of all ranks, [s, B, N, D].
 
@@ -157,7 +162,8 @@ def run_attention(
 
     projection: the linear layer that reads the output, which is then a `ProjectedTensor`, in memory [B, s, N, D].
     by_rows: heads come back as for a projection, also without one: the same on all ranks, whatever a rank has around
-    its layer.
+    its layer. batch_first: else the memory is [s, B, N, D]; which rows the projection multiplies in which order.
+    begin: observes the start of the backward.
 
     What requires gradients must be the same on all ranks. Raises `ValueError` if the ranks cannot share the heads,
     `DisagreementError` if their tensors or exchanges differ, `CollectiveError` if a rank fails.
@@ -166,7 +172,7 @@ def run_attention(
         "context parallelism has no tree: weight gradients are summed over the ranks that share a sequence"
     )
     by_rows = by_rows or projection is not None
-    back = "results in rows" if by_rows else ""
+    back = ("results in rows" if batch_first else "results in rows of tokens") if by_rows else ""
     confirm_shapes(q, k, v, group, back, KEY_GATHER if exchange == GATHER else HEAD_EXCHANGE)
     q, k, v = _spread(q, k, v, group, exchange)
     decision = attention_decision(q, k, v, group, settings, known, exchange, projection)
@@ -177,13 +183,21 @@ def run_attention(
         groups = [LentKeyGroup(each.heads, each.of, each.lengths, each.rank, borrower) for each in groups]
     graded = torch.is_grad_enabled()
     call = AttentionCall(
-        attention=attention, groups=groups, group=group, decision=decision, graded=graded, by_rows=by_rows
+        attention=attention,
+        groups=groups,
+        group=group,
+        decision=decision,
+        graded=graded,
+        by_rows=by_rows,
+        batch_first=by_rows and batch_first,
+        weight_gradient=(WeightGradient if projection is None else projection.weight_gradient)(begin),
     )
-    if projection is None:
-        output: torch.Tensor = _Attention.apply(q, k, v, None, None, call)[0]  # type: ignore[no-untyped-call]
-        return output.transpose(0, 1) if by_rows else output
-    output, y = _Attention.apply(q, k, v, *projection.operands(), call)  # type: ignore[no-untyped-call]
-    return ProjectedTensor.of(output, y, projection).transpose(0, 1)
+    layer = (None, None) if projection is None else projection.operands()
+    output, y = _Attention.apply(q, k, v, *layer, call)  # type: ignore[no-untyped-call]
+    if projection is not None:
+        output = ProjectedTensor.of(output, y, projection)
+    o: torch.Tensor = output.transpose(0, 1) if call.batch_first else output
+    return o
 
 
 def _spread(
@@ -369,7 +383,7 @@ class _Attention(torch.autograd.Function):
     """The autograd function of `run_attention`.
 
     weight, bias    of the projection, or None
-    returns         o [s, B, N, D], `by_rows` [B, s, N, D]; and y [B, s, F], or None without a projection
+    returns         o [s, B, N, D], `batch_first` [B, s, N, D]; and y in the same order, or None without a projection
     """
 
     @staticmethod
@@ -398,6 +412,8 @@ class _Attention(torch.autograd.Function):
         _, rows, weight, *saved = ctx.saved_tensors  # a checkpoint computes the forward again here
         confirm_gradients(ctx.needs_input_grad[:3], ctx.call.group, ctx.call.decision.call.operator)
         device = ctx.likes[0].device.type
+        if ctx.call.weight_gradient.begin is not None:
+            ctx.call.weight_gradient.begin(None, None)
         with ctx.saved.given(saved), recorded_pass(ctx, "attention", "backward", device):
             return _backward(ctx, d_output, d_y, rows, weight)
 
@@ -410,11 +426,9 @@ def _forward(
     q, _, v = operands
     needs = [call.graded and need for need in ctx.needs_input_grad[:3]]
     (tokens, batch, heads), width = q.shape[:3], v.shape[3]
-    if call.by_rows:
-        whole = q.new_empty(batch, tokens, heads, width)
-        output, rows = whole.transpose(0, 1), whole.view(batch * tokens, heads * width)
-    else:
-        whole = output = q.new_empty(tokens, batch, heads, width)
+    order = (batch, tokens) if call.batch_first else (tokens, batch)
+    whole = q.new_empty(*order, heads, width)
+    output, rows = whole.transpose(0, 1) if call.batch_first else whole, whole.view(batch * tokens, heads * width)
     pieces = _pieces(call, batch * tokens)
     y: torch.Tensor | None = None
 
@@ -444,7 +458,7 @@ def _forward(
             if call.projection is not None:
                 made.append(o)
                 return []
-            return [heads.by_rank(o) if pieces and heads is call.groups[-1] else o]
+            return [heads.by_rank(o, call.batch_first) if pieces and heads is call.groups[-1] else o]
         if isinstance(heads, LentKeyGroup):
             borrowed, *received = received
             own = attended(heads, [_with_borrowed(heads, operands[0], borrowed), *received])
@@ -466,15 +480,16 @@ def _forward(
         (all_heads,) = call.groups
         assert weight is not None and isinstance(all_heads, HeadGroup)
         part_exchange(operands, call.groups, attend, [], call.group, call.unfused)
-        y, rows = project_heads(made.pop(), all_heads, weight, bias, call.group, call.projection)
-        return rows.view(batch, tokens, heads, width), y.view(batch, tokens, -1)
+        fused = call.group, call.projection, call.batch_first
+        y, rows = project_heads(made.pop(), all_heads, weight, bias, *fused)
+        return rows.view(*order, heads, width), y.view(*order, -1)
     else:
         exchanged = [_made_in_groups(x, call.groups) for x in operands]
         how: dict[str, Any] = {"last_pieces": pieces, "as_pieces_come": project_rows if pieces else None}
         part_exchange(exchanged, call.groups, attend, [output], call.group, call.decision, prepare=_make_heads, **how)
     if not pieces:
         project_rows(None)
-    return whole, None if y is None else y.view(batch, tokens, -1)
+    return whole, None if y is None else y.view(*order, -1)
 
 
 def _pieces(call: AttentionCall, rows: int) -> list[HeadRows]:
@@ -482,7 +497,7 @@ def _pieces(call: AttentionCall, rows: int) -> list[HeadRows]:
     last = call.groups[-1]
     if not call.by_rows or not isinstance(last, HeadGroup) or len(call.groups) == 1:
         return []
-    return HeadRows.cut_rows(last, split_rows(rows, len(call.groups)))
+    return HeadRows.cut_rows(last, split_rows(rows, len(call.groups)), call.batch_first)
 
 
 def _backward(
@@ -502,7 +517,7 @@ def _backward(
     def project_back() -> None:
         nonlocal d_weight, d_bias
         if d_y is not None:
-            d_weight, d_bias = projection_gradients(d_y, rows, ctx.needs_input_grad[4])
+            d_weight, d_bias = projection_gradients(call.weight_gradient, d_y, rows, ctx.needs_input_grad[4])
 
     if d_y is not None:
         d_y = d_y.reshape(-1, d_y.shape[-1])
@@ -563,7 +578,8 @@ def _exchanged_gradient(
     if not comes_through_alone(exchange, d_output, d_y, call.group):
         return None
     assert d_y is not None and weight is not None
-    return exchanged_gradient(d_y, weight, shape[1], weight.shape[1] // shape[2], call.group, matmul)
+    width = weight.shape[1] // shape[2]
+    return exchanged_gradient(d_y, weight, shape[1], width, call.group, matmul, call.batch_first)
 
 
 def _d_output(
@@ -574,7 +590,7 @@ def _d_output(
     weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient of the output, [s, B, N, D]: what is given, and what comes through the projection."""
-    if d_output is not None and call.by_rows:
+    if d_output is not None and call.batch_first:
         d_output = d_output.transpose(0, 1)
     if d_y is None:
         assert d_output is not None
@@ -582,7 +598,10 @@ def _d_output(
     assert weight is not None
     tokens, batch, heads = shape[:3]
     d_rows = heads_of_product(d_y, weight, None, weight.shape[1] // heads, "projection")
-    d_projected = d_rows.view(batch, tokens, heads, -1).transpose(0, 1)
+    if call.batch_first:
+        d_projected = d_rows.view(batch, tokens, heads, -1).transpose(0, 1)
+    else:
+        d_projected = d_rows.view(tokens, batch, heads, -1)
     if d_output is not None:
         return d_output + finished(d_projected)
     return finished(d_projected) if call.gathers else _made_in_groups(d_projected, call.groups)

@@ -83,17 +83,26 @@ def all_have(group: dist.ProcessGroup, what: str, mine: str) -> bool:
 
 def project_heads(
     o: torch.Tensor, heads: HeadGroup, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup,
-    matmul: ExchangedMatmul,
+    matmul: ExchangedMatmul, batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the projection [B s, F] and all heads [B s, N D] of this rank's tokens: o [S, B, n, D] of its heads."""
-    x_heads = heads.by_rank(o).flatten(0, 1).flatten(1)
+    """Return the projection [B s, F] and all heads [B s, N D] of this rank's tokens: o [S, B, n, D] of its heads.
+
+    batch_first: else the rows are those of [s, B].
+    """
+    x_heads = heads.by_rank(o, batch_first).flatten(0, 1).flatten(1)
     return all_to_all_matmul(x_heads, weight.t(), bias, group, matmul)
 
 
 def exchanged_gradient(
-    d_y: torch.Tensor, weight: torch.Tensor, batch: int, width: int, group: dist.ProcessGroup, matmul: ExchangedMatmul
-) -> torch.Tensor:
-    """Return the gradient of this rank's heads of all tokens, [S, B, n, D]: d_y [B s, F], weight [F, N D]."""
+    d_y: torch.Tensor, weight: torch.Tensor, batch: int, width: int, group: dist.ProcessGroup,
+    matmul: ExchangedMatmul, batch_first: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of this rank's heads of all tokens, [S, B, n, D]: d_y [B s, F], weight [F, N D].
+
+    batch_first: else the rows of d_y are those of [s, B].
+    """
     d_heads = matmul_all_to_all(d_y, weight, group, matmul.backward)
-    by_rank = d_heads.view(group.size(), batch, -1, d_heads.shape[1] // width, width)
-    return by_rank.transpose(1, 2).flatten(0, 1)
+    heads = d_heads.shape[1] // width, width
+    if not batch_first:
+        return d_heads.view(-1, batch, *heads)
+    return d_heads.view(group.size(), batch, -1, *heads).transpose(1, 2).flatten(0, 1)

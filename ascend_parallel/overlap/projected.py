@@ -18,20 +18,23 @@ from torch.nn.functional import linear
 from ascend_parallel.ops.deferred import version_of
 from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.overlap.choices import cast_by_autocast
+from ascend_parallel.overlap.weight_gradient import Begin, WeightGradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """The linear layer that reads attention's output.
 
-    weight     [F, N D]
-    bias       [F] or None
-    on_use     called where the model's own layer has asked for the product
+    weight             [F, N D]
+    bias               [F] or None
+    on_use             called where the model's own layer has asked for the product
+    weight_gradient    returns where the gradients of weight and bias go
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     on_use: Callable[[], object] | None = None
+    weight_gradient: Callable[[Begin | None], WeightGradient] = WeightGradient
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
@@ -50,18 +53,21 @@ def project(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def projection_gradients(
-    d_y: torch.Tensor, o: torch.Tensor | None, of_bias: bool
+    to: WeightGradient, d_y: torch.Tensor, o: torch.Tensor | None, of_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias: d_y [M, F], o [B, s, N, D], contiguous. None: nobody wants the one."""
-    d_weight = None if o is None else compute(MATMUL, "weight gradient", torch.mm, d_y.t(), o.view(len(d_y), -1))
-    return d_weight, d_y.sum(0) if of_bias else None
+    """Return the gradients of weight and bias, as autograd gets them: d_y [M, F], o [B, s, N, D], contiguous.
+
+    o: None: nobody wants the weight's.
+    """
+    d_weight = None if o is None else compute(MATMUL, "weight gradient", to.compute, o.view(len(d_y), -1), d_y)
+    return d_weight, to.bias(d_y) if of_bias else None
 
 
 @dataclass
 class _Product:
     """A product that the aliases of a `ProjectedTensor` share.
 
-    y         [B, s, F]; None: it was handed out
+    y         [B, s, F], or [s, B, F] of an output [s, B, N, D]; None: it was handed out
     state     of the operands, when they were multiplied
     """
 
@@ -77,13 +83,34 @@ class ProjectedTensor(torch.Tensor):
 
     @staticmethod
     def of(o: torch.Tensor, y: torch.Tensor, projection: Projection) -> ProjectedTensor:
-        """Return o [B, s, N, D], contiguous, with its product y [B, s, F]."""
+        """Return o, contiguous, with the product of its rows: o [B, s, N, D] and y [B, s, F], or [s, B] of both."""
         return _with_product(o, _Product(y, projection, _state_of(o, projection)))
 
     @property
     def projected(self) -> torch.Tensor | None:
-        """The product [B, s, F]; None: it was handed out."""
+        """The product, [B, s, F] or [s, B, F]; None: it was handed out."""
         return self._product.y
+
+    def product_of(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``linear(self, weight, bias)`` if that is the product, which is handed out once; else None.
+
+        Who watches the gradient of this tensor gets it: no product goes past it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            product, y = self._product, self._product.y
+            own = product.projection
+            if y is None or weight is not own.weight or bias is not own.bias or product.state != _state_of(self, own):
+                return None
+            features = own.weight.shape[1]
+            all_rows = self.numel() == y.shape[:-1].numel() * features
+            if not all_rows or self.shape[-1] != features or not self.is_contiguous():
+                return None
+            if self._backward_hooks or self.retains_grad:
+                return None
+            product.y = None
+            if own.on_use is not None:
+                own.on_use()
+            return y if y.shape[:-1] == self.shape[:-1] else y.view(*self.shape[:-1], y.shape[-1])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,17 +125,8 @@ class ProjectedTensor(torch.Tensor):
             return result
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product, y = self._product, self._product.y
-        own = product.projection
-        if y is None or weight is not own.weight or bias is not own.bias or product.state != _state_of(self, own):
-            return linear(self, weight, bias)
-        all_rows = self.numel() == y.shape[:-1].numel() * weight.shape[1]
-        if not all_rows or self.shape[-1] != weight.shape[1] or not self.is_contiguous():
-            return linear(self, weight, bias)
-        product.y = None
-        if own.on_use is not None:
-            own.on_use()
-        return y if y.shape[:-1] == self.shape[:-1] else y.view(*self.shape[:-1], y.shape[-1])
+        y = self.product_of(weight, bias)
+        return linear(self, weight, bias) if y is None else y
 
 
 def _with_product(o: torch.Tensor, product: _Product) -> ProjectedTensor:

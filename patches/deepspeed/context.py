@@ -18,7 +18,7 @@ import torch
 
 from ascend_parallel.overlap.context import Heads
 from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_checkpoint
-from ascend_parallel.patches.attention_projection import ProjectionsByUse
+from ascend_parallel.patches.attention_projection import ProjectionsByUse, projection_of
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.coverage import ATTENTION
 from ascend_parallel.patches.deepspeed.layers import DeepSpeed
@@ -85,8 +85,11 @@ def ulysses_forward(original: Function, deepspeed: DeepSpeed) -> Function:
             return heads
 
         operands = query.permute(2, 0, 1, 3), key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
-        projection, by_rows = projections.of(module, operands[0], value.shape[3], always=deepspeed.settings.fused)
-        how: dict[str, Any] = {"own": by_deepspeed, "projection": projection, "by_rows": by_rows}
+        how: dict[str, Any] = {"own": by_deepspeed}
+        if (layer := projection_of(module, operands[0], value.shape[3])) is not None:  # the same on all ranks
+            of_layer = layer.weight, getattr(layer, "bias", None)
+            projection = projections.of(module, *of_layer, always=deepspeed.settings.fused)
+            how |= {"projection": projection, "by_rows": True}
         o = exchanged_attention(module, operands, attention, self.process_group, deepspeed, **how)
         return o.transpose(0, 1).flatten(2), None
 

@@ -4,6 +4,8 @@ framework_patch  these and all other patches of Megatron-core, applied together
 layers     the two replacements, and which calls they cover
 uncovered  layers and calls that run the original
 experts    the replacement of MoELayer.forward, whose all-to-alls run under groups of experts
+context    core attentions whose ranks share a sequence
+output_projection  the row layer behind a core attention, multiplied under its exchange
 embedding  the sum over ranks behind VocabParallelEmbedding, whose rows come under the first layer in regions
 check, original  checks inside a run, beside Megatron-core's own code
 every_degree  how weights are packed, and other sums and masks, with COC_DETERMINISTIC=tp

@@ -29,8 +29,10 @@ from ascend_parallel.overlap.selective_checkpoint import hide_from_selective_che
 from ascend_parallel.patches.base import Function, Patch, PatchSet
 from ascend_parallel.patches.exchanged_attention import exchanged_attention, log_exchange
 from ascend_parallel.patches.framework_patch import OnTop
+from ascend_parallel.patches.megatron.check import WeightGradients
 from ascend_parallel.patches.megatron.layers import Megatron
 from ascend_parallel.patches.megatron.original import AttributeOverlay
+from ascend_parallel.patches.megatron.output_projection import BY_ROWS, OutputProjections, watch_parents
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 FIRST = (0, 13)
@@ -76,6 +78,7 @@ def _init(original: Function) -> Function:
             original(self, config, *args, **kwargs)
             return
         _refuse(config)
+        watch_parents()
         own = copy.copy(config)
         own.context_parallel_size = 1
         original(self, own, *args, **kwargs)
@@ -148,6 +151,7 @@ def _chosen(query_heads: int, key_heads: int, ranks: int, asked: str | None) -> 
 
 def _forward(original: Function, megatron: Megatron) -> Function:
     """Make the method that replaces ``DotProductAttention.forward``."""
+    projections = OutputProjections(megatron)
 
     @functools.wraps(original)
     def forward(
@@ -185,6 +189,13 @@ def _forward(original: Function, megatron: Megatron) -> Function:
             o: torch.Tensor = original(part, q, k, v, mask, *options)
             return o.view(*q.shape[:3], v.shape[3])
 
+        back: dict[str, Any] = {}
+        if vars(self).get(BY_ROWS, False):
+            back = {"by_rows": True, "batch_first": False}
+            if (found := projections.of(self, query, value.shape[3])) is not None:
+                layer, projection = found
+                back |= {"projection": projection, "gradients": WeightGradients(layer, projection.weight)}
+
         if exchange == GATHER:
             softmax, causal = _of_rows(self.scale_mask_softmax), _is_causal(self)
 
@@ -196,7 +207,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
                 assert isinstance(keys, KeyGroup)
                 return attend_pieces(of_rows, keys, *given, causal=causal and attention_mask is None)
 
-            o = exchanged_attention(self, (query, key, value), gathered, group, megatron, exchange)
+            o = exchanged_attention(self, (query, key, value), gathered, group, megatron, exchange, **back)
             return o.flatten(2)
 
         mask = None if attention_mask is None else _whole_mask(attention_mask, len(query), tokens, group)
@@ -204,7 +215,7 @@ def _forward(original: Function, megatron: Megatron) -> Function:
         def attention(_: HeadGroup | KeyGroup, *received: torch.Tensor) -> torch.Tensor:
             return run(mask, *(x.index_select(0, tokens) for x in received)).index_select(0, places)
 
-        o = exchanged_attention(self, (query, key, value), attention, group, megatron)
+        o = exchanged_attention(self, (query, key, value), attention, group, megatron, **back)
         return o.flatten(2)
 
     return forward

@@ -23,6 +23,7 @@ from ascend_parallel.ops.decision import Known
 from ascend_parallel.overlap.choices import operand_dtype
 from ascend_parallel.overlap.layer_shape import COLUMN, ROW, LayerShape
 from ascend_parallel.overlap.linear import run_column, run_row
+from ascend_parallel.overlap.projected import ProjectedTensor
 from ascend_parallel.overlap.quantised import int8_weight
 from ascend_parallel.overlap.weight_gradient import Begin
 from ascend_parallel.patches.base import ConflictError, Function
@@ -340,6 +341,10 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
         if reason is None:
             reason, multiplies = megatron.replacement(self)
         if reason is not None:
+            if type(input_) is ProjectedTensor:  # attention's, which has exchanged heads (output_projection.py)
+                if (y := input_.product_of(self._parameters.get("weight"), None)) is not None:
+                    return _row_output(megatron, self, y)
+                input_ = input_.as_subclass(torch.Tensor)
             megatron.log_uncovered(self, reason)
             return original(self, input_)
         int8 = int8_weight(self) if "parametrizations" in self._modules else None

@@ -110,8 +110,11 @@ class PlainNorm:
 
 
 @contextlib.contextmanager
-def megatron(sequence, experts, **options):
-    """Megatron's groups, on an NPU as a script with transfer_to_npu has them; yield a TransformerConfig."""
+def megatron(sequence, experts, context=False, **options):
+    """Megatron's groups, on an NPU as a script with transfer_to_npu has them; yield a TransformerConfig.
+
+    context: the ranks share sequences, not layers.
+    """
     import torch_npu.contrib.transfer_to_npu  # noqa: F401
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
@@ -120,14 +123,17 @@ def megatron(sequence, experts, **options):
     moe_utils.te_general_gemm = None  # 0.16.1 names it without TransformerEngine too
     ranks = dist.get_world_size()
     parallel_state.destroy_model_parallel()
+    tensor_ranks = 1 if context else ranks
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=ranks,
+        tensor_model_parallel_size=tensor_ranks,
+        context_parallel_size=ranks // tensor_ranks,
         expert_model_parallel_size=ranks if experts else 1,
         expert_tensor_parallel_size=1 if experts else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     values = {
-        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "tensor_model_parallel_size": ranks,
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "tensor_model_parallel_size": tensor_ranks,
+        "context_parallel_size": ranks // tensor_ranks,
         "sequence_parallel": sequence, "use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False,
         "bias_activation_fusion": False, "apply_rope_fusion": False, "normalization": "RMSNorm",

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from programs import counted, device, error
+from programs import counted, device, error, gpt_model, megatron
 
 A3, A5 = {"EMULATED_ASCEND_SOC": "Ascend910_9391"}, {"EMULATED_ASCEND_SOC": "Ascend950PR_9599"}
 BACK, AWAY = "aclnnAlltoAllMatmul", "aclnnMatmulAlltoAll"
@@ -308,3 +308,54 @@ def test_deepspeeds_ulysses(hooked, tmp_path):
             assert ran == [{BACK: 2} if hooked else {BACK: 2, AWAY: 2}] * 3
     finally:
         pool.close()
+
+
+def megatron_gpt(settings, dtype, behind=False, steps=2):
+    """Train Megatron-core's GPT whose ranks share a sequence; return its loss and gradients, and what ran.
+
+    behind: hooks of every rank keep the products of the output projections behind the exchange.
+    """
+    import ascend_parallel
+
+    rank, ranks, seq = dist.get_rank(), dist.get_world_size(), 64
+    ascend_parallel.configure(num_chunks=2)  # as a model is built that shares sequences
+    try:
+        shape = {"hidden_size": 128, "num_attention_heads": 8, "num_query_groups": 4}
+        with megatron(False, False, context=True, **shape, params_dtype=dtype, bf16=dtype is torch.bfloat16) as config:
+            model, mask = gpt_model(config, None, seq)
+            with torch.no_grad():
+                for index, weight in enumerate(model.parameters()):
+                    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+                    weight.copy_(drawn.bfloat16() * 0.05)
+            if behind:
+                for layer in model.decoder.layers:
+                    layer.self_attention.linear_proj.register_forward_hook(lambda *_: None)
+            tokens = torch.randint(128, (2, seq), generator=torch.Generator().manual_seed(2)).to(device())
+            places = torch.arange(seq).chunk(2 * ranks)
+            own = torch.cat([places[rank], places[2 * ranks - 1 - rank]]).to(device())
+            batch = tokens[:, own], own.expand(2, -1), mask[:, :, own]
+            ascend_parallel.configure(**{"num_chunks": 1, "fused": False, "mode": 2, "strict": False, **settings})
+
+            def step():
+                model.zero_grad()
+                loss = model(*batch, labels=tokens.roll(-1, 1)[:, own]).float().mean()
+                loss.backward()
+                return loss.detach()
+
+            for _ in range(steps):
+                loss, numbers = counted(step)
+            found = [loss.cpu(), *(weight.grad.cpu().double() for weight in model.parameters())]
+    finally:
+        ascend_parallel.configure(num_chunks=1)
+    return found, operators(numbers)
+
+
+@pytest.mark.promise("context-fused")
+@pytest.mark.parametrize("count", [2, 4])
+def test_megatrons_gpt(ranks, count):
+    plain = ranks(count).run(megatron_gpt, {}, torch.float32, True)
+    fused = ranks(count, **A3).run(megatron_gpt, FUSED, torch.bfloat16)  # A2 has one group for all fused operators
+    assert [ran for _, ran in plain] == [{}] * count
+    assert [ran for _, ran in fused] == [{BACK: 2, AWAY: 2}] * count  # of two layers
+    for (expected, _), (found, _) in zip(plain, fused, strict=True):
+        assert max(map(error, found, expected)) < 5e-2

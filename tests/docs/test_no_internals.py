@@ -52,6 +52,7 @@ REMAINS = {
     "ops.unfinished_heads.multiply": SEEN,
     "ops.unfinished_heads.multiply_columns": SEEN,
     "overlap.context.project": PLANTED,
+    "overlap.context.projection_gradients": PLANTED,
     "overlap.quantised._log_dequantised": CACHE,
     "overlap.weight_gradient.GradientParts.add": SEEN,
     "patch_control.wanted": "stands for a framework that is not here",
