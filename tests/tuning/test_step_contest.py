@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from backends import as_backend
+from counted_functions import functions_of
 from layers import Layers
 from logged import logged
 from marks import promise
@@ -54,7 +55,7 @@ class Model(torch.nn.Module):
         config = {"sequence_parallel": sequence_parallel}
         kinds = ["RowParallelLinear"] * 2 if rows_alone else ["ColumnParallelLinear", "RowParallelLinear"] * 2
         self.parts = torch.nn.ModuleList(layers.make(kind, (64, 64), config=config) for kind in kinds)
-        self.rows_alone = rows_alone
+        self.rows_alone, self.layers = rows_alone, layers
 
     def forward(self, x):
         for layer in self.parts:
@@ -65,6 +66,10 @@ class Model(torch.nn.Module):
 def way_of(model):
     megatron = type(model.parts[0]).forward.ascend_parallel
     return megatron.decider.groups[megatron.group_of(model.parts[0])].way
+
+
+def undecided(model):
+    return type(model.parts[0]).forward.ascend_parallel.decider.undecided
 
 
 def micro_batch(model, number, sequence_parallel):
@@ -292,6 +297,56 @@ def test_a_model_of_many_layers_has_its_contest(group):
         model.parts.extend(list(model.parts) * step_contest.MOST_LENGTHS)
         ways, _, said = train(model, DEVICE_BOUND)
         assert ways[-1] == 4, said
+
+
+class Columns(torch.nn.Module):
+    """Two column layers on a group, whose collectives are those of their backward."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(layers.make("ColumnParallelLinear", (64, 128)) for _ in range(2))
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x)[0])[0]
+
+
+@on_ranks(2)
+def test_layers_without_a_collective_in_forward_have_no_contest(group):
+    """One rank may run more forwards than the other: none of their calls could begin a pass."""
+    with models(group, steps=0) as (other, _):
+        model = Columns(other.layers)
+        ways, _, said = train(model, DEVICE_BOUND, 12)
+        assert set(ways) == {ALONE} and not said and not undecided(model)
+        with torch.no_grad():
+            for number in range(3 * group.rank()):
+                micro_batch(model, number, False)
+        x, _ = micro_batch(model, 0, False)
+        _, called = functions_of(lambda: model.parts[0](x))
+        assert not [name for name in called if "enter" in name], called
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+@on_ranks(2)
+def test_layers_of_another_group_without_a_collective_in_forward_do_not_keep_a_contest_from_its_end(
+    group, columns_first
+):
+    other = torch.distributed.new_group([0, 1])
+    with models(group) as (model, truth):
+        columns = Columns(model.layers)
+        for layer in columns.parts:
+            layer.tp_group = other
+
+        def run(model, number, sequence_parallel):
+            if columns_first or number > 8:
+                results(columns, *micro_batch(columns, number, sequence_parallel))
+            return micro_batch(model, number, sequence_parallel)
+
+        ways, found, _ = train(model, DEVICE_BOUND, run=run)
+        assert ways[-1] == 4 and same(found, truth) and not undecided(model)
+        x = torch.randn(256, 1, 32)
+        model.parts[1](x)
+        _, called = functions_of(lambda: model.parts[1](x))
+        assert not [name for name in called if "enter" in name], called
 
 
 def accumulated(batches, optimizer):

@@ -61,8 +61,12 @@ class OfGroup:
         By shape of a layer's call and whether it has gradients, or by exchange.
     way
         How the layers of whole steps run: `ALONE`, `WHOLE`, or in so many chunks.
+    begun
+        Whether whole steps are timed, or were.
     contest
         What decides the way; None: it is decided, or nothing but single passes is timed.
+    cuts
+        Whether a pass that was timed alone is cut.
     left_whole
         Calls that were left to the framework's own layer, behind their way.
     breakdowns
@@ -74,7 +78,9 @@ class OfGroup:
     plan: Plan | None = None
     known: dict[Hashable, Known] = field(default_factory=dict)
     way: int = ALONE
+    begun: bool = False
     contest: StepContest | None = None
+    cuts: bool = False
     left_whole: set[Hashable] = field(default_factory=set)
     breakdowns: MeasuredBreakdowns = field(default_factory=MeasuredBreakdowns)
     limited: bool = False
@@ -111,7 +117,7 @@ class Decider:
         original_if_whole
             Whether the framework's own layer runs a call whose matmuls all stay in one chunk.
         steps
-            Whether whole steps are timed as well, of layers that `enter` names.
+            Whether whole steps are timed as well, of groups that `begin_steps` names.
         hint
             What the log says of a pass that communicates longer than it multiplies.
         """
@@ -119,8 +125,8 @@ class Decider:
         self.measures = measures and settings.tunes
         """Whether calls are measured when they come."""
         self._steps = steps and self.measures
-        self.undecided = self._steps
-        """Whether `enter` is to be called: the way of whole steps is not known on each group."""
+        self.undecided = False
+        """Whether `enter` is to be called: whole steps are timed on some group."""
         self._planned = known_of(settings)
         self._file = PlanFile(settings)
         self.groups: WeakKeyDictionary[dist.ProcessGroup, OfGroup] = WeakKeyDictionary()
@@ -169,6 +175,7 @@ class Decider:
             entries = [plan.entry_of(*operator) for operator in passes]
             cut = any(entry is not None and len(entry.sizes) > 1 for entry in entries)
             of_group.known[key] = self._of_plan(plan, shape, group, cut=cut)
+            of_group.cuts |= cut
             if of_group.contest is not None:
                 of_group.contest.changed(cut)
         return of_group.known[key]
@@ -182,6 +189,18 @@ class Decider:
         scatters = shape.sequence_parallel and shape.ranks > 2
         own_bits = not scatters or backend_of(group, torch.device(shape.device)).own_scatter
         return self._original_if_whole and own_bits
+
+    def begin_steps(self, shape: LayerShape, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Begin to time whole steps at the first call on a group whose forward has a collective, and that is decided.
+
+        Every rank of the group makes that call. A group without such calls has no steps that its ranks could count.
+        """
+        if not self._steps or shape.operator(FORWARD) is None:
+            return
+        of_group = self._of(group)
+        if not of_group.begun:
+            of_group.begun, of_group.contest, self.undecided = True, StepContest(of_group.cuts), True
+            self.enter(layer, x, group, communicates=True)
 
     def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, *, communicates: bool) -> None:
         """Begin a call of a layer, in the way of this step; communicates: whether its forward has a collective."""
@@ -268,8 +287,7 @@ class Decider:
 
     def _of(self, group: dist.ProcessGroup) -> OfGroup:
         if group not in self.groups:
-            self.groups[group] = OfGroup(contest=StepContest() if self._steps else None)
-            self.undecided = self._steps
+            self.groups[group] = OfGroup()
         return self.groups[group]
 
     def _entry(self, shape: LayerShape, operator: LayerOperator, group: dist.ProcessGroup) -> Entry:

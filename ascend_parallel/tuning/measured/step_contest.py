@@ -6,10 +6,10 @@ and in fixed numbers of chunks. Events in the device's stream time them, and not
 runs in turn with the framework's own layers once more: among several ways a lucky one may be the fastest.
 
 Every rank of the group takes the same turns, by construction. A pass begins with the call of one layer, the first whose
-forward has a collective: each rank makes that call as often as the others. A step begins with the pass behind an
-optimizer's step. Where a turn begins, ranks tell each other whether a forward still waits for its backward; if any
-does, or if their steps differ, what was decided alone stays. Its time is taken from the second such call on: the first
-one's collective has brought the ranks' devices together.
+forward has a collective: each rank makes that call as often as the others. A group without such a layer has no contest.
+A step begins with the pass behind an optimizer's step. Where a turn begins, ranks tell each other whether a forward
+still waits for its backward; if any does, or if their steps differ, what was decided alone stays. Its time is taken
+from the second such call on: the first one's collective has brought the ranks' devices together.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _count_optimizer_steps() -> None:
 class StepContest:
     """The contest of one group's layers."""
 
-    def __init__(self) -> None:
-        """Begin with what is decided of each pass alone."""
+    def __init__(self, cuts: bool) -> None:
+        """Begin with what is decided of each pass alone, and whether that cuts one."""
         _count_optimizer_steps()
         self.way = ALONE
         self.decision: StepDecision | None = None
@@ -129,7 +129,7 @@ class StepContest:
         self._first_steps = self._steps = OptimizerSteps.taken  # at the beginning, and at the latest boundary
         self._boundaries: list[int] = []  # passes at which steps began
         self._period = self._next = 0  # passes in a turn, and the first one of the next turn
-        self._cuts = False  # whether a pass was cut, timed alone
+        self._cuts = cuts  # whether a pass was cut, timed alone
         self._turns: list[int] = []
         self._spans: list[tuple[Mark, Mark]] = []  # begin and end of each turn
         self._begun: Mark | None = None  # of the running turn
