@@ -411,3 +411,84 @@ def test_a_captured_step_runs_as_decided_alone(group):
             captured, _, _ = train(model, DEVICE_BOUND, 8)
         later, _, said = train(model, DEVICE_BOUND)
         assert len(set(ways)) > 1 and set(captured) == {ALONE} and later[-1] == 4, said
+
+
+OPTIMIZER = 1.0  # as long as a micro-batch
+
+
+def grown(batches, costs=DEVICE_BOUND, skipped=(), evaluated=(), rows=lambda number: 256):
+    """Return what trains a model for a number of steps, and returns the way of each micro-batch and what was logged.
+
+    A step has batches(number) of them, of rows(number) rows. An evaluation takes as long as ten.
+    """
+
+    def run(model, steps):
+        ways = []
+        with mock.patch.object(step_contest, "Mark", PlantedMark), logged() as said:
+            for number in range(steps):
+                for index in range(batches(number)):
+                    seed = torch.Generator().manual_seed(1000 * number + index)
+                    x = torch.randn(rows(number), 1, 64, generator=seed).requires_grad_()
+                    y = model(x * 1.0)
+                    ways.append(way_of(model))
+                    results(model, x, y)
+                    Clock.now += costs[ways[-1]] * rows(number) / 256
+                if number not in skipped:
+                    Clock.now += OPTIMIZER
+                    optimize()
+                if number in evaluated:
+                    model.eval()
+                    with torch.no_grad():
+                        micro_batch(model, number, False)
+                    Clock.now += 10.0
+                    model.train()
+        return ways, [line for line in said if "whole steps" in line]
+
+    return run
+
+
+ODD_STEPS = {
+    "a batch that grows": {"batches": lambda number: 1 + min(number // 20, 2)},
+    "a batch that grows in the middle of a turn": {"batches": lambda number: 2 + (number >= 13)},
+    "skipped optimizers' steps": {"batches": lambda number: 1, "skipped": range(6, 400, 5)},
+    "skipped at first, as of a scale that is too large": {"batches": lambda number: 2, "skipped": range(17)},
+    "evaluations": {"batches": lambda number: 2, "evaluated": range(6, 400, 4)},
+    "longer sequences": {"batches": lambda number: 1, "rows": lambda number: 256 + 256 * (number > 25)},
+}
+
+
+@promise("auto-steps")
+@pytest.mark.parametrize("what", list(ODD_STEPS))
+@on_ranks(2)
+def test_steps_of_another_shape_are_not_compared(group, what):
+    with models(group, steps=0) as (model, _):
+        compared = []
+
+        def noted(times, starved):
+            compared.append(times)
+            return decide(times, starved)
+
+        with mock.patch.object(step_contest, "decide", noted):
+            ways, said = grown(**ODD_STEPS[what])(model, 130)
+        assert ways[-1] == 4 and len(compared) == 2, said
+        for times in compared:  # the steps of a way have one shape, and here one time
+            assert all(len({round(seconds, 6) for seconds in spent}) == 1 for spent in times.values()), times
+        gathered = [None] * group.size()
+        torch.distributed.all_gather_object(gathered, ways)
+        assert gathered == [ways] * group.size()
+
+
+@on_ranks(2)
+def test_steps_that_never_have_one_shape_keep_what_was_decided_alone(group):
+    with models(group, steps=0) as (model, _), mock.patch.object(step_contest, "LAST", 64):
+        ways, said = grown(lambda number: 1, rows=lambda number: 256 + 16 * (number % 7))(model, 80)
+        assert set(ways) == {ALONE}, said
+        assert ["not regular" in line for line in said] == [True] * (group.rank() == 0)
+
+
+@on_ranks(2)
+def test_evaluations_in_every_step_end_the_contest(group):
+    with models(group, steps=0) as (model, _), mock.patch.object(step_contest, "MOST_LOST", 8):
+        ways, said = grown(lambda number: 1, evaluated=range(6, 400))(model, 24)
+        assert ways[-1] == ALONE and len(set(ways)) > 1 and not undecided(model)
+        assert ["evaluate" in line for line in said] == [True] * (group.rank() == 0)

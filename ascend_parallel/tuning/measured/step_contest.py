@@ -10,6 +10,10 @@ forward has a collective: each rank makes that call as often as the others. A gr
 A step begins with the pass behind an optimizer's step. Where a turn begins, ranks tell each other whether a forward
 still waits for its backward; if any does, or if their steps differ, what was decided alone stays. Its time is taken
 from the second such call on: the first one's collective has brought the ranks' devices together.
+
+Steps of one shape are compared: as many passes, of the same inputs, with the optimizer's step behind the last one. A
+turn that any rank saw run otherwise, as where the optimizer's step was skipped, or that has an evaluation in it, runs
+again. A second unlike one in a row is another shape, as where a batch has grown: ranks look for steps anew.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -44,6 +48,8 @@ FIRST, LAST = 4, 4096
 UNSTEPPED = 1024
 # Calls without a new pass, and in lengths of the longest one: its layer is no longer called.
 MOST_CALLS, MOST_LENGTHS = 4096, 16
+UNLIKE = 2  # turns in a row that are not like the agreed step: steps have another shape now
+MOST_LOST = 64  # turns that were not compared
 STARVED = 0.5  # share of a step's calls at which the device had already done what was launched before the last one
 
 
@@ -112,6 +118,20 @@ def _count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(OptimizerSteps.note)
 
 
+class Pass(NamedTuple):
+    """The shape of a pass: its input, and the optimizers' steps behind it."""
+
+    x: torch.Size
+    steps: int
+
+
+class Boundary(NamedTuple):
+    """The number of the pass at which a step begins, and the passes since the boundary before."""
+
+    number: int
+    passes: tuple[Pass, ...]
+
+
 class StepContest:
     """The contest of one group's layers."""
 
@@ -127,8 +147,14 @@ class StepContest:
         self._graded = False  # whether a pass had gradients
         self._rests = False  # whether the calls since the latest pass belong to none: without gradients, as evaluation
         self._first_steps = self._steps = OptimizerSteps.taken  # at the beginning, and at the latest boundary
-        self._boundaries: list[int] = []  # passes at which steps began
-        self._period = self._next = 0  # passes in a turn, and the first one of the next turn
+        self._boundaries: list[Boundary] = []  # where steps began
+        self._x, self._taken = torch.Size(), OptimizerSteps.taken  # of the latest pass: its input; steps at its begin
+        self._since: list[Pass] = []  # the latest boundary, or begin of a turn
+        self._origin = 0  # the pass at which ranks began to look for steps
+        self._step: tuple[Pass, ...] = ()  # what a turn has to be like
+        self._next = 0  # the first pass of the next turn
+        self._unlike = self._lost = 0  # turns that ran otherwise: in a row, and all that were not compared
+        self._evaluated = False  # whether an evaluation ran in this turn
         self._cuts = cuts  # whether a pass was cut, timed alone
         self._turns: list[int] = []
         self._spans: list[tuple[Mark, Mark]] = []  # begin and end of each turn
@@ -151,6 +177,7 @@ class StepContest:
                 self._came_back(min(self._waiting))
             return
         if not layer.training:
+            self._evaluated |= communicates
             return
         if backend_of(group, x.device).blocks_host:  # a pass alone costs what it costs in a step
             self.decision = StepDecision(ALONE, "the backend blocks the host")
@@ -180,6 +207,9 @@ class StepContest:
         """Begin a pass, and maybe the next turn."""
         self._passes += 1
         self._longest, self._calls = max(self._longest, self._calls), 0
+        if self._passes > 1:
+            self._since.append(Pass(self._x, OptimizerSteps.taken - self._taken))
+        self._x, self._taken = x.shape, OptimizerSteps.taken
         if not self._next:
             self._watch(group)
         elif self._passes == self._next:
@@ -220,43 +250,62 @@ class StepContest:
         if not self._waiting and (not stepped or OptimizerSteps.taken != self._steps):
             # What began before the first optimizer's step may be one of several micro-batches.
             before = [] if self._steps == self._first_steps and stepped else self._boundaries[-2:]
-            self._boundaries, self._steps = [*before, self._passes], OptimizerSteps.taken
-        if self._passes < FIRST or self._passes & (self._passes - 1):
+            self._boundaries = [*before, Boundary(self._passes, tuple(self._since))]
+            self._since, self._steps = [], OptimizerSteps.taken
+        looked = self._passes - self._origin
+        if looked < FIRST or looked & (looked - 1):
             return
-        gaps = [after - before for before, after in zip(self._boundaries, self._boundaries[1:], strict=False)]
-        regular = len(gaps) == 2 and gaps[0] == gaps[1] and (stepped or self._passes >= UNSTEPPED)
-        period = gaps[-1] if regular else 0
-        begin = self._boundaries[-1] + period if period and self._changed < self._boundaries[-2] else 0
+        alike = len(self._boundaries) == 3 and self._boundaries[1].passes == self._boundaries[2].passes
+        step = self._boundaries[2].passes if alike and (stepped or self._passes >= UNSTEPPED) else ()
+        begin = self._boundaries[2].number + len(step) if step and self._changed < self._boundaries[1].number else 0
         while begin and begin <= self._passes:
-            begin += period
-        mine = {"begin": begin, "period": period, "cuts": self._cuts}
+            begin += len(step)
+        mine = {"begin": begin, "period": len(step), "cuts": self._cuts, "as before": step == self._step}
         found = list(_gathered(group, mine).values())
         if begin and all(each == mine for each in found):
-            self._period, self._next = period, begin
-            self._turns = turns_of([WHOLE, *([ALONE] if self._cuts else []), *COUNTS])
-        elif self._passes >= LAST:
+            self._next = begin
+            if step != self._step:
+                ways = [WHOLE, *([ALONE] if self._cuts else []), *COUNTS]
+                self._step, self._turns, self._spans, self._depths, self._again = step, turns_of(ways), [], {}, False
+        elif looked >= LAST:
             self._keep(
                 StepDecision(
                     ALONE, "they are not regular, differ between ranks, or leave a forward without its backward"
                 )
             )
 
+    def _watch_anew(self) -> None:
+        """Look for steps again; the way stays until they are found: a forward may wait for its backward."""
+        self._boundaries, self._origin, self._steps, self._next = [], self._passes, OptimizerSteps.taken, 0
+        self._begun, self._unmarked, self._depth, self._unlike = None, False, None, 0
+
     def _turn(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """End a turn, and begin the next one, or decide."""
-        ended = Mark(device)
+        ended, timed = Mark(device), self._begun is not None or self._unmarked
         self._forget_dropped()
-        if any(each["waiting"] for each in _gathered(group, {"waiting": len(self._waiting)}).values()):
+        like = tuple(self._since[-len(self._step) :]) == self._step
+        found = _gathered(group, {"waiting": len(self._waiting), "like": like, "evaluated": self._evaluated}).values()
+        like = all(each["like"] for each in found)
+        counts = like and not any(each["evaluated"] for each in found)
+        self._since, self._evaluated = [], False
+        self._unlike, self._lost = 0 if like else self._unlike + 1, self._lost + (timed and not counts)
+        if self._lost > MOST_LOST:
+            self._keep(StepDecision(ALONE, "too many of them are unlike the others, or evaluate"))
+        elif self._unlike and (not timed or self._unlike == UNLIKE):
+            self._watch_anew()
+            return
+        elif like and any(each["waiting"] for each in found):
             self._keep(StepDecision(ALONE, "a forward waits for its backward where a step begins"))
-        elif self._unmarked:
+        elif counts and self._unmarked:
             self._keep(StepDecision(ALONE, "they have one layer with a collective"))
-        elif self._begun is not None:
+        elif counts and self._begun is not None:
             self._spans.append((self._begun, ended))
         if self.decision is None and len(self._spans) == len(self._turns):
             self._decide(group)
         if self.decision is None:
             self.way = self._turns[len(self._spans)]
             self._begun, self._unmarked, self._depth = None, True, None
-            self._next = self._passes + self._period
+            self._next = self._passes + len(self._step)
 
     def _look(self, device: torch.device) -> None:
         """Ask whether the device has done what was launched before the last call."""
