@@ -105,6 +105,7 @@ void ChunkLoop::keep(Chunk& chunk, Work work) {
 void ChunkLoop::start(size_t index, const std::function<Work()>& call) {
   starting_ = static_cast<int>(index);
   keep(chunks_[index], call());
+  chunks_[index].started = true;
   starting_ = -1;
 }
 
@@ -177,6 +178,7 @@ void ChunkLoop::reduce_scatter(
         send(chunk, parts[peers_[peer]], peers_[peer], tag);
         summed[peers_[peer]] = received[index][peer];
       }
+      chunk.started = true;
       starting_ = -1;
       chunk.steps.push_back([summed = std::move(summed), parts, out] { sum_in_rank_order(summed, out); });
     } else if (by_rank) {
@@ -233,7 +235,7 @@ at::Tensor ChunkLoop::all_gather(
       starting_ = static_cast<int>(index);
       for (const int peer : peers_) send(chunk, x_c, peer, tag);
       starting_ = -1;
-      chunk.finishes = true;
+      chunk.started = chunk.finishes = true;
     } else if (in_place) {
       Tensors out = arriving[index].unbind(), sent(ranks_, x_c);
       out[rank_] = sent[rank_] = x.narrow(0, 0, 0);  // nothing is copied
@@ -349,7 +351,7 @@ void ChunkLoop::wait(size_t first, size_t stop, Limit limit) {
 
 void ChunkLoop::drain(Limit limit) {
   for (Chunk& chunk : chunks_) {
-    for (; chunk.waited < chunk.works.size(); ++chunk.waited) {
+    for (; chunk.started && chunk.waited < chunk.works.size(); ++chunk.waited) {
       try {
         chunk.works[chunk.waited]->wait(limit.value_or(kNoTimeout));
       } catch (const std::exception&) {  // the first error is raised

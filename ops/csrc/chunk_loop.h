@@ -72,7 +72,8 @@ class ChunkLoop {
   // by. No limit: the backend's own.
   void wait(size_t first, size_t stop, Limit limit);
 
-  // Waits for all collectives that have started, whatever they raise; runs nothing behind them.
+  // Waits for all collectives that have started, whatever they raise; runs nothing behind them. Receives of others are
+  // given up: where each rank has met the error, nobody sends, and a wait would last as long as the limit.
   void drain(Limit limit);
 
   // Whether a chunk's wait has run, or would return at once; sends tell it by their wait alone.
@@ -91,6 +92,7 @@ class ChunkLoop {
   struct Chunk {
     std::vector<Work> works;
     size_t waited = 0;      // of the works; gloo's would block if they were waited for again
+    bool started = false;   // its collective; of one that is not only receives are posted, for which no peer may send
     bool finishes = false;  // it has a wait of this package, which completes it
     bool done = false;
     std::vector<Step> steps;  // behind the wait

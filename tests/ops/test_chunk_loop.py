@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from loops import NATIVE, PYTHON, REASON, loop_of
+from loops import LOOPS, NATIVE, PYTHON, REASON, loop_of
 from marks import promise
 from pool import on_ranks
 from torch.overrides import TorchFunctionMode
@@ -210,6 +210,68 @@ def named_alike(group, operator, natively, in_python):
         assert texts[0] == texts[1]
         assert texts[0].startswith(f"{operator}, collective 1 of 2, on group")
         assert "no sign of rank 1 within 0.5 s" in texts[0]
+
+
+class Fails(TorchDispatchMode):
+    """Raises an error of the user's at the third product: in the second chunk of two ranks' rows."""
+
+    products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function._schema.name == "aten::mm"
+        if self.products == 3:
+            raise RuntimeError("an error of the user's")
+        return function(*args, **(kwargs or {}))
+
+
+def sums(group):
+    """A row layer's call with sequence parallelism, in 4 chunks."""
+    x, w = torch.ones(256, 16), torch.ones(24, 16)
+    return row_linear(x, w, group=group, settings=Settings(num_chunks=4, mode=2), sequence_parallel=True)
+
+
+@contextlib.contextmanager
+def group_with_limit(seconds):
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    try:
+        with mock.patch.object(pending, "ROLL_CALL", 0.5):
+            yield own
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(own)
+
+
+@promise("rank-error")
+@pytest.mark.parametrize("loop", LOOPS)
+@on_ranks(2)
+def test_after_an_error_on_every_rank_between_the_chunks_of_a_sum_the_group_runs_on(group, loop):
+    """Receives of chunks that nobody sends are not waited for: that would take the limit, and gloo's connection."""
+    with group_with_limit(3) as own, loop_of(loop):
+        right = sums(own)
+        for _ in range(2):
+            with Fails(), pytest.raises(RuntimeError, match="an error of the user's"):
+                sums(own)
+            assert torch.equal(sums(own), right)
+        dist.all_reduce(right, group=own)
+
+
+@promise("rank-error")
+@pytest.mark.parametrize("loop", LOOPS)
+@on_ranks(2)
+def test_after_an_error_on_one_rank_between_the_chunks_of_a_sum_the_other_names_it(group, loop):
+    """The next collective on that group is an error on both: gloo has closed the connection at the limit."""
+    with group_with_limit(3) as own, loop_of(loop):
+        sums(own)
+        with Fails() if group.rank() else contextlib.nullcontext(), pytest.raises(RuntimeError) as error:
+            sums(own)
+        if group.rank():
+            assert str(error.value) == "an error of the user's"
+        else:
+            assert "matmul_reduce_scatter, collective 2 of 4, on group" in str(error.value)
+        with pytest.raises(pending.CollectiveError, match="matmul_reduce_scatter, collective 1 of 4"):
+            sums(own)
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=own)
 
 
 class Counted(torch.Tensor):
