@@ -31,6 +31,7 @@ from ascend_parallel.ops.pending import CollectiveError
 from ascend_parallel.ops.probing import ANY, ROW_MAJOR, TRANSPOSED, Pieces, first_with_same_bits, log_time
 from ascend_parallel.ops.registry import cut_into
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import store_all_gather
 
@@ -74,6 +75,13 @@ class Question(NamedTuple):
         assert isinstance(of, Matmul), "parts keep their bits in any groups"
         matmul = Matmul(of.operator, *of.shape, of.dtype, of.device, of.ranks)
         return cls(matmul, decision.kernel, decision.sizes, decision.given, decision.step, layout)
+
+    @property
+    def communicates(self) -> list[object]:
+        """What has to be the same on every rank for their collectives to match; plain values."""
+        matmul = self.matmul
+        features = matmul.k if matmul.operator == ALL_GATHER else matmul.n
+        return [matmul.operator, matmul.m, features, str(matmul.dtype), list(self.sizes)]
 
     @property
     def layouts(self) -> Sequence[str]:
@@ -167,8 +175,9 @@ def _agreed(
 ) -> dict[Question, int]:
     """Return the first candidate that keeps the bits on every rank, of `question` and of what all ranks ask besides.
 
-    All ranks ask `question` at the same time, so it needs no name; others are compared by theirs. Each round asks again
-    where ranks found different candidates; usually there is one.
+    All ranks ask `question` at the same time: of it what is communicated is compared, and others by their names. Each
+    round asks again where ranks found different candidates; usually there is one. Raises `CollectiveError` on every
+    rank if their calls differ.
     """
     answers: dict[Question, int] = {}
     following = {str(tuple(other)): other for other in others}
@@ -176,7 +185,15 @@ def _agreed(
     starts = dict.fromkeys(asked, 0)
     while asked:
         firsts = {name: one.first_exact(group, device, starts[name]) for name, one in asked.items()}
-        by_rank = store_all_gather(group, what, firsts, CollectiveError).values()
+        value = {"firsts": firsts, "communicates": question.communicates, "call": question.matmul.in_words}
+        values = store_all_gather(group, what, value, CollectiveError)
+        if any(each["communicates"] != question.communicates for each in values.values()):
+            calls = "; ".join(f"rank {rank}: {each['call']}" for rank, each in values.items())
+            raise CollectiveError(
+                f"ranks of {describe(group)} have come to different calls ({calls}): call a layer with the same rows "
+                "on every rank of its group"
+            )
+        by_rank = [each["firsts"] for each in values.values()]
         common = [name for name in asked if all(name in found for found in by_rank)]
         for name in common:
             found = [int(rank[name]) for rank in by_rank]

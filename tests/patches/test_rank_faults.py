@@ -337,6 +337,30 @@ def test_a_rank_that_raises_between_chunks_reports_its_own_error():
     assert "no sign of rank 1" in first.stdout
 
 
+ROWS_DIFFER = """
+x, w = torch.randn(256 if rank == 0 else 512, 16), torch.randn(16, 24)
+for number in range(2):
+    try:
+        ap.ops.OPERATOR(x, w, group, num_chunks=4)
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+dist.barrier()
+"""
+
+
+@promise("rank-error")
+@pytest.mark.parametrize("operator", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+def test_first_calls_with_other_rows_on_a_rank_are_an_error_at_once_on_every_rank(operator):
+    """The probe of bits is where they meet; a call that a rank has probed before goes on without meeting anybody."""
+    for rank in launch(code(ROWS_DIFFER.replace("OPERATOR", operator), limit=300), [{}] * 2, timeout=60):
+        assert rank.returncode == 0, rank.stderr
+        errors = rank.stdout.splitlines()
+        assert len(errors) == 2
+        for error in errors:
+            assert error.startswith("CollectiveError ranks of group"), error
+            assert f"have come to different calls (rank 0: {operator}" in error and "512" in error
+
+
 OLD_STYLE = """
 import logging
 records = []

@@ -470,7 +470,7 @@ def test_steps_of_another_shape_are_not_compared(group, what):
 
         with mock.patch.object(step_contest, "decide", noted):
             ways, said = grown(**ODD_STEPS[what])(model, 130)
-        assert ways[-1] == 4 and len(compared) == 2, said
+        assert ways[-1] == 4 and len(compared) >= 2, said
         for times in compared:  # the steps of a way have one shape, and here one time
             assert all(len({round(seconds, 6) for seconds in spent}) == 1 for spent in times.values()), times
         gathered = [None] * group.size()
