@@ -183,22 +183,36 @@ def test_a2_has_one_group_for_all_fused_operators():
             pool.close()
 
 
-def llama(settings, steps=2):
-    """Train a Llama whose ranks share a sequence; return errors against one rank, and what ran."""
+def llamas(attention):
+    """Return a Llama on the host in float64, the same on the device in bfloat16, and tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    import ascend_parallel
-    from ascend_parallel.patches.transformers import context_parallel
 
     config = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256, attn_implementation="eager", use_cache=False,
+        num_key_value_heads=4, max_position_embeddings=256, attn_implementation=attention, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(5)
     whole = LlamaForCausalLM(config).train().to(torch.bfloat16)
     shared = copy.deepcopy(whole).to(device())
-    whole = whole.double()
-    tokens = torch.randint(96, (1, 64), generator=torch.Generator().manual_seed(11))
+    return whole.double(), shared, torch.randint(96, (1, 64), generator=torch.Generator().manual_seed(11))
+
+
+def errors_of(shared, whole):
+    """Return the errors of gradients, summed over the ranks that share a sequence."""
+    errors = []
+    for ours, theirs in zip(shared.parameters(), whole.parameters(), strict=True):
+        total = ours.grad.float()
+        dist.all_reduce(total)
+        errors.append(error(total, theirs.grad))
+    return errors
+
+
+def llama(settings, steps=2):
+    """Train a Llama whose ranks share a sequence; return errors against one rank, and what ran."""
+    import ascend_parallel
+    from ascend_parallel.patches.transformers import context_parallel
+
+    whole, shared, tokens = llamas("eager")
     truth = whole(input_ids=tokens, labels=tokens).loss
     truth.backward()
     ascend_parallel.configure(**settings)
@@ -218,12 +232,7 @@ def llama(settings, steps=2):
     finally:
         ascend_parallel.configure(num_chunks=1)
     dist.all_reduce(loss)
-    errors = [error(loss, truth)]
-    for ours, theirs in zip(shared.parameters(), whole.parameters(), strict=True):
-        total = ours.grad.float()
-        dist.all_reduce(total)
-        errors.append(error(total, theirs.grad))
-    return errors, operators(numbers), covered
+    return [error(loss, truth), *errors_of(shared, whole)], operators(numbers), covered
 
 
 @pytest.mark.promise("context-fused")
@@ -251,20 +260,11 @@ def ulysses(settings, hooked, steps=3):
     """
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import ascend_parallel
 
     deepspeed.init_distributed(dist_backend="hccl", verbose=False)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    whole = LlamaForCausalLM(config).train().to(torch.bfloat16)
-    shared = copy.deepcopy(whole).to(device())
-    whole = whole.double()
-    tokens = torch.randint(96, (1, 64), generator=torch.Generator().manual_seed(11))
+    whole, shared, tokens = llamas("sdpa")
     labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
     places, own = torch.arange(64)[None], slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
 
@@ -286,12 +286,7 @@ def ulysses(settings, hooked, steps=3):
         ran = [operators(counted(lambda: train(shared, own, device()))[1]) for _ in range(steps)]
     finally:
         ascend_parallel.configure(num_chunks=1)
-    errors = []
-    for ours, theirs in zip(shared.parameters(), whole.parameters(), strict=True):
-        total = ours.grad.float()
-        dist.all_reduce(total)
-        errors.append(error(total, theirs.grad))
-    return errors, ran
+    return errors_of(shared, whole), ran
 
 
 @pytest.mark.promise("context-fused")
