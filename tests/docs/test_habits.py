@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,12 @@ def test_a_run_whose_time_is_over_starts_no_test_and_lists_what_it_left_out():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert re.search(r"(\d+) tests were not run: .* +\1 tests/docs/test_constraints.py", ended.stdout, re.DOTALL)
     assert " passed" not in ended.stdout
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """The ranks of a test import its file by its name; another file of that name would be what a third one imports."""
+    own_processes = {"ascend", "vllm"}
+    files = [path for path in (ROOT / "tests").glob("*/test_*.py") if path.parent.name not in own_processes]
+    count = Counter(path.name for path in files)
+    assert len(count) > 100
+    assert [str(path.relative_to(ROOT)) for path in files if count[path.name] > 1] == []
