@@ -173,8 +173,8 @@ class Decision:
         Keyword arguments for the kernel.
     step
         Sizes that are not given are multiples of it, but for the last.
-    aligned
-        The least and the most K of matmuls whose operands are padded to rows of 512 bytes; None: none are.
+    alignment
+        How the operands are aligned to rows of 512 bytes (ops/multiply.py); empty: they are taken as they are.
     original
         Whether the framework's own layer runs.
     """
@@ -188,7 +188,7 @@ class Decision:
     given: bool = False
     options: tuple[tuple[str, object], ...] = ()
     step: int = ROW_TILE
-    aligned: tuple[int, int] | None = None
+    alignment: str = ""
     original: bool = False
 
     @property

@@ -16,6 +16,7 @@ from ascend_parallel.ops.chunk_loop import ChunkLoop, chunk_loop, is_plain
 from ascend_parallel.ops.collectives import gather_tag, scatter_tag
 from ascend_parallel.ops.counts import COUNTS
 from ascend_parallel.ops.decision import Decision
+from ascend_parallel.ops.multiply import is_laid_out
 from ascend_parallel.ops.pending import IDLE_WORK, run_in_loops
 from ascend_parallel.ops.rows import Sizes
 from ascend_parallel.process_groups import wait_limit
@@ -24,7 +25,7 @@ from ascend_parallel.process_groups.backend import CHUNK_MAJOR, SENDS, Backend, 
 
 def loop_for(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> ChunkLoop | None:
     """Return the loop that runs a decided call of x [..., K] and w [K, N], or None."""
-    if decision.kernel != "chunked" or decision.aligned is not None:
+    if decision.kernel != "chunked" or (decision.alignment and not is_laid_out(w, decision.alignment)):
         return None
     loop = chunk_loop(group, x, w)
     return None if loop is None or torch.is_autocast_enabled(x.device.type) else loop

@@ -176,27 +176,40 @@ def _cut(x_m: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
     return parts
 
 
-def align_operands(
-    x_m: torch.Tensor, w: torch.Tensor, chunk_rows: int, k_min: int, k_max: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x ``[M, K']`` and w ``[K', N]``, K' >= K, with the product of x ``[M, K]`` and w ``[K, N]``.
+# What `align_operands` does to operands: pads K, or lays w out by its columns. Empty: nothing.
+PAD, COLUMNS = "pad", "columns"
 
-    Ascend's matmul units read rows of 512 bytes fastest:
 
-    1. K is a multiple of 512 bytes: make both operands contiguous.
-    2. `chunk_rows` (the rows of one chunk) and N are multiples of 512 bytes, K is no multiple of 32 bytes, and
-       ``k_min <= K <= k_max``: pad K with zeros to the next 512 bytes.
-    3. Otherwise: return the operands unchanged.
+def alignment_of(k: int, n: int, chunk_rows: int, size: int, k_min: int, k_max: int) -> str:
+    """Return how the operands x [M, K] and w [K, N] are aligned: `PAD`, `COLUMNS`, or empty, not at all.
+
+    Ascend's matmul units read rows of 512 bytes fastest; an element has `size` bytes, a chunk `chunk_rows` rows.
+
+    1. K is a multiple of 512 bytes. If `chunk_rows` or N is none, the numbers of a column of w shall lie together in
+       memory, as those of a weight [N, K] do.
+    2. K is no multiple of 32 bytes, ``k_min <= K <= k_max``, and `chunk_rows` and N are multiples of 512 bytes: K is
+       padded with zeros to the next 512 bytes.
+    3. Otherwise: nothing.
 
     Only the chunked kernel on an NPU aligns. On a CPU alignment would cost copies and change the bits. Source of the
     rule and of its window: MindSpeed, ``matmul_soc_friendly`` with ``k_min`` and ``k_max``.
     """
-    line = LINE_BYTES // x_m.element_size()
-    k, n = w.shape
+    line, whole_lines = LINE_BYTES // size, (chunk_rows * size) % LINE_BYTES == 0 and (n * size) % LINE_BYTES == 0
     if k % line == 0:
-        return x_m.contiguous(), w.contiguous()
-    padding_pays = k_min <= k <= k_max and k % (BLOCK_BYTES // x_m.element_size()) != 0
-    if padding_pays and chunk_rows % line == 0 and n % line == 0:
-        padding = -k % line
-        return F.pad(x_m, (0, padding)), F.pad(w, (0, 0, 0, padding))
-    return x_m, w
+        return "" if whole_lines else COLUMNS
+    return PAD if whole_lines and k_min <= k <= k_max and k % (BLOCK_BYTES // size) else ""
+
+
+def is_laid_out(w: torch.Tensor, alignment: str) -> bool:
+    """Tell whether `align_operands` has nothing to do for w [K, N]."""
+    return not alignment or (alignment == COLUMNS and w.stride(0) == 1)
+
+
+def align_operands(x_m: torch.Tensor, w: torch.Tensor, alignment: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x ``[M, K']`` and w ``[K', N]``, K' >= K, with the product of x ``[M, K]`` and w ``[K, N]``."""
+    if is_laid_out(w, alignment):
+        return x_m, w
+    if alignment == COLUMNS:
+        return x_m, w.t().contiguous().t()
+    padding = -w.shape[0] % (LINE_BYTES // x_m.element_size())
+    return F.pad(x_m, (0, padding)), F.pad(w.t(), (0, padding)).t()

@@ -34,7 +34,6 @@ from ascend_parallel.ops.registry import (
     FUSED,
     KERNELS,
     choose,
-    own_rows_suffice,
     too_narrow,
     usual_chunks,
 )
@@ -42,6 +41,7 @@ from ascend_parallel.ops.rows import Sizes, split_rows
 from ascend_parallel.ops.settings import OperatorSettings
 from ascend_parallel.ops.stream_limit import FOLLOWED
 from ascend_parallel.ops.unfinished import finished
+from ascend_parallel.process_groups.backend import usual_backend
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -264,20 +264,18 @@ def run_all_gather_matmul(
 def gather_sizes(
     x_shard: torch.Tensor, other: int, group: dist.ProcessGroup, settings: OperatorSettings, known: Known | None = None
 ) -> Sizes:
-    """Return the rows of each chunk of an all-gather of x_shard [..., K].
+    """Return the rows of each chunk of an all-gather of x_shard [..., K] whose rows a weight gradient reads.
 
-    other: the features on the other side of the matmul that reads the rows.
+    other: the features on the other side of that matmul. It reads all rows at once, and a backend that moves rows
+    through buffers copies those of each chunk. So on a device they come in one collective.
     """
-    (*leading, features), ranks, device = x_shard.shape, group.size(), x_shard.device.type
-    return _gather_sizes(prod(leading), features, other, ranks, device, settings.for_operators, known or NOTHING)
+    (*leading, features), device = x_shard.shape, x_shard.device.type
+    return _gather_sizes(prod(leading), features, other, device, settings.for_operators, known or NOTHING)
 
 
 @functools.lru_cache(maxsize=4096)
-def _gather_sizes(
-    rows: int, features: int, other: int, ranks: int, device: str, settings: OperatorSettings, known: Known
-) -> Sizes:
-    # The first as where another rank multiplies the rows that it gathers.
-    if own_rows_suffice(ranks, device) or too_narrow(features, other):
+def _gather_sizes(rows: int, features: int, other: int, device: str, settings: OperatorSettings, known: Known) -> Sizes:
+    if usual_backend(device).launches or too_narrow(features, other):
         return (rows,)
     return split_rows(rows, usual_chunks(settings, known), settings.chunk_rows)
 
@@ -410,10 +408,7 @@ def _operands(
         assert not isinstance(w, ModuleWeight)
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
     x_m = rows_of(x)
-    if decision.aligned is not None and isinstance(w, torch.Tensor):
-        assert isinstance(decision.call, Matmul)
-        return align_operands(x_m, w, decision.call.rows // len(decision.sizes), *decision.aligned)
-    return x_m, w
+    return align_operands(x_m, w, decision.alignment) if isinstance(w, torch.Tensor) else (x_m, w)
 
 
 def _deferred(x: Input, w: Weight | ModuleWeight, decision: Decision, product: torch.Tensor) -> DeferredProduct | None:

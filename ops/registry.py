@@ -18,6 +18,7 @@ from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, EXPERT_EXCHANGE, Ca
 from ascend_parallel.ops.decision import NOTHING, Decision, Known, Reason, SizesOf, because
 from ascend_parallel.ops.degree_error import DegreeError
 from ascend_parallel.ops.device_units import fills
+from ascend_parallel.ops.multiply import alignment_of
 from ascend_parallel.ops.rows import (
     DEVICE_TILE,
     ROW_TILE,
@@ -204,17 +205,20 @@ def _choose_chunks(matmul: Matmul, settings: OperatorSettings, known: Known) -> 
         request.given,
         _options(kernel, matmul, settings, tile),
         step,
-        _aligned(matmul, kernel, settings),
+        _alignment(matmul, kernel, sizes, settings),
     )
 
 
-def _aligned(matmul: Matmul, kernel: str, settings: OperatorSettings) -> tuple[int, int] | None:
-    """Return the least and the most K of matmuls whose operands are padded; None: none are.
+def _alignment(matmul: Matmul, kernel: str, sizes: Sizes, settings: OperatorSettings) -> str:
+    """Return how a matmul's operands are aligned.
 
     An all-gather would also send the padding. Padding depends on the chunks, which deterministic tiles forbid.
     """
     aligns = settings.matmul_soc_friendly and matmul.device == "npu" and matmul.operator != ALL_GATHER
-    return (settings.k_min, settings.k_max) if aligns and kernel == "chunked" and not matmul.deterministic else None
+    if not aligns or kernel != "chunked" or matmul.deterministic:
+        return ""
+    chunk_rows, size = matmul.m // len(sizes), matmul.dtype.itemsize
+    return alignment_of(matmul.k, matmul.n, chunk_rows, size, settings.k_min, settings.k_max)
 
 
 def own_rows_suffice(ranks: int, device: str) -> bool:

@@ -64,6 +64,14 @@ def test_three_ranks_with_rows_that_chunks_do_not_divide(ranks):
             assert max(errors) < 1e-6, (kind, sequence, errors)
 
 
+def test_the_rows_for_a_weight_gradient_come_in_one_gather(ranks):
+    """Between three ranks a gather in chunks passes a buffer for each, and copies its rows to their places."""
+    given = "column", (96, 2, 48), 48, torch.float32, True, {"num_chunks": 4, "mode": 2}
+    for (errors, _), numbers in ranks(3).run(layer_and_counts, *given):
+        assert max(errors) < 1e-6
+        assert numbers["HcclAllGather"] == 4 + 1, numbers  # forward, backward
+
+
 FUSED = {
     ("row", False): {"aclnnMatmulAllReduce": 1},
     ("row", True): {"aclnnMatmulReduceScatter": 1, "aclnnAllGatherMatmul": 1},

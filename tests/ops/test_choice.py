@@ -11,7 +11,7 @@ from ascend_parallel import Settings, UnmetRequestError, explain
 from ascend_parallel.devices import DEVICES
 from ascend_parallel.ops import Exchange, Matmul, choose
 from ascend_parallel.ops.bits import Question
-from ascend_parallel.ops.multiply import align_operands
+from ascend_parallel.ops.multiply import align_operands, alignment_of
 from ascend_parallel.ops.probing import TRANSPOSED
 from ascend_parallel.ops.registry import cuts_to_time
 from ascend_parallel.ops.rows import ROW_TILE, STEEPEST, even_rows, split_rows, uneven_rows
@@ -201,10 +201,12 @@ def test_on_a_device_the_chunk_that_nothing_hides_is_short_and_a_gather_may_stay
     assert cuts_to_time(replace(gather, device="cpu"), (2, 4)) == [split_rows(8192, 2), split_rows(8192, 4)]
 
 
+@pytest.mark.parametrize("layout", ["weight", "row-major"])
 @pytest.mark.parametrize(
     ("k", "dtype", "rows", "n", "padded_k"),
     [
         (512, torch.bfloat16, 256, 256, 512),  # K is a multiple of 512 bytes
+        (512, torch.bfloat16, 250, 256, 512),  # and rows of a chunk are not: w by its columns
         (1030, torch.bfloat16, 256, 256, 1280),
         (1030, torch.bfloat16, 250, 256, 1030),  # rows of a chunk are not
         (1030, torch.bfloat16, 256, 250, 1030),  # N is not
@@ -214,12 +216,17 @@ def test_on_a_device_the_chunk_that_nothing_hides_is_short_and_a_gather_may_stay
         (1030, torch.float32, 128, 128, 1152),
     ],
 )
-def test_operands_are_padded_where_it_is_worth_it(k, dtype, rows, n, padded_k):
-    x, w = torch.randn(64, k).to(dtype), torch.randn(n, k).to(dtype).t()
-    x_padded, w_padded = align_operands(x, w, rows, 1024, 4096)
-    assert (x_padded.shape, w_padded.shape) == ((64, padded_k), (padded_k, n))
-    torch.testing.assert_close(x_padded.double() @ w_padded.double(), x.double() @ w.double())
-    assert w_padded.is_contiguous() == (padded_k != k or k == 512)
+def test_operands_are_aligned_where_it_is_worth_it(k, dtype, rows, n, padded_k, layout):
+    x, weight = torch.randn(64, k).to(dtype), torch.randn(n, k).to(dtype)
+    w = weight.t() if layout == "weight" else weight.t().contiguous()
+    x_made, w_made = align_operands(x, w, alignment_of(k, n, rows, x.element_size(), 1024, 4096))
+    assert (x_made.shape, w_made.shape) == ((64, padded_k), (padded_k, n))
+    torch.testing.assert_close(x_made.double() @ w_made.double(), x.double() @ w.double())
+    if padded_k != k:
+        assert w_made.stride(0) == 1  # numbers of K lie together
+    else:
+        assert x_made is x
+        assert (w_made is w) == (layout == "weight" or rows != 250 or k != 512)
 
 
 @pytest.mark.parametrize(
