@@ -37,7 +37,7 @@ from typing import Any
 
 PLAIN = "plain"
 CALLS = 5  # of a layer, one behind another
-MOST_STEPS = 70  # after which auto has timed whole steps
+MOST_STEPS = 110  # after which auto has timed whole steps
 FIELDS = ("step", "host", "busy", "starved", "exposed", "collectives", "kernels")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ascend_parallel.ops.clocks import finish, runs_ahead
 from ascend_parallel.ops.unfinished import finished
 from ascend_parallel.process_groups.consistency import DisagreementError, refuse_while_capturing, store_all_gather
-from ascend_parallel.tuning.measured.contest import LEAST_GAIN, LOST, Contest, slowest
+from ascend_parallel.tuning.measured.contest import LEAST_GAIN, Contest, may_lose, slowest
 
 log = logging.getLogger("ascend_parallel")
 
@@ -78,7 +78,7 @@ def decide(seconds: Sequence[float], host: Sequence[float] = ()) -> Decision:
     gain, share = contest.gain, f"{100 * abs(contest.gain):.1f} %"
     if contest.won:
         return Decision(True, median(layers), median(regions), f"regions gain {share}")
-    asked = f"they must gain more than {100 * LEAST_GAIN:.0f} % and lose at most {LOST}"
+    asked = f"they must gain more than {100 * LEAST_GAIN:.0f} % and lose at most {may_lose(len(layers))}"
     won = f"regions gain {share} and lose {contest.lost} of {len(layers)} turns; {asked}"
     why = won if gain > 0 else f"regions lose {share}"
     busy = [each for region, each in zip(TURNS[WARM_UP:], host[WARM_UP:], strict=False) if region]

@@ -3,7 +3,7 @@
 import pytest
 from marks import promise
 
-from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
+from ascend_parallel.tuning.measured.contest import Contest, fastest, may_lose, slowest
 
 LUCK = [0.8, 0.8, 1.05, 0.8, 1.05, 0.8, 1.05]
 
@@ -24,6 +24,14 @@ LUCK = [0.8, 0.8, 1.05, 0.8, 1.05, 0.8, 1.05]
 )
 def test_overlap_has_to_win_in_all_rounds_but_one(ours, won):
     assert Contest([1.0] * len(ours), ours).won is won
+
+
+def test_of_more_rounds_a_winner_may_lose_so_many_that_luck_wins_once_in_16_times():
+    assert {rounds: may_lose(rounds) for rounds in (3, 7, 14, 21)} == {3: 1, 7: 1, 14: 3, 21: 6}
+    for rounds in range(7, 12):
+        tosses = [bin(tossed).count("1") for tossed in range(2**rounds)]
+        assert sum(lost <= may_lose(rounds) for lost in tosses) <= len(tosses) / 16
+        assert sum(lost <= may_lose(rounds) + 1 for lost in tosses) > len(tosses) / 16
 
 
 def test_rounds_are_compared_in_pairs():

@@ -189,6 +189,39 @@ def test_a_winner_has_to_win_once_more(group):
         assert ways[-1] == WHOLE and same(found, truth)
 
 
+FIRST_HEAT = 4 + 4 * (ROUNDS + 2)  # its steps, with those that show what a step is
+
+
+class Unsteady(dict):
+    """Four chunks gain 10 %, but lose some rounds of each final."""
+
+    def __init__(self, lost):
+        super().__init__(DEVICE_BOUND)
+        self.lost, self.finals, self.turns = lost, False, 0
+
+    def __getitem__(self, way):
+        if way != 4 or not self.finals:
+            return super().__getitem__(way)
+        turn, self.turns = self.turns % (ROUNDS + 2), self.turns + 1
+        return 1.2 if 0 < turn <= self.lost else super().__getitem__(way)
+
+
+@pytest.mark.parametrize(("lost", "way"), [(2, 4), (3, WHOLE)])
+@on_ranks(2)
+def test_rounds_that_contradict_each_other_are_run_again(group, lost, way):
+    """A way that loses two of seven rounds, six of 21, wins by more than luck; one that loses three does not."""
+    steps = MOST_STEPS + 4 * (ROUNDS + 2)
+    with models(group, steps=steps) as (model, truth):
+        costs = Unsteady(lost)
+
+        def run(*given):
+            costs.finals = given[1] >= FIRST_HEAT
+            return micro_batch(*given)
+
+        ways, found, said = train(model, costs, steps, run)
+        assert ways[-1] == way and same(found, truth), said
+
+
 @on_ranks(2)
 def test_ways_change_where_no_forward_waits_for_its_backward(group):
     """Three forwards, then three backwards, as a pipeline's micro-batches."""

@@ -7,6 +7,9 @@ round. Every rank has the same seconds, so all decide alike.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import comb
 from statistics import median
 from typing import NamedTuple, TypeVar
 
@@ -14,14 +17,18 @@ Name = TypeVar("Name", bound=Hashable)
 Seconds = Sequence[float]
 
 LEAST_GAIN = 0.02  # share of the standing way's time: a challenger must gain more than this in the median of the rounds
-LOST = 1  # rounds that a winning challenger may lose
+LUCK = 1 / 16  # the chance that a challenger which gains nothing may have of winning
+
+
+@lru_cache(maxsize=64)
+def may_lose(rounds: int) -> int:
+    """Return how many rounds a winning challenger may lose: 1 of 7, 3 of 14, 6 of 21; of few rounds 1."""
+    chances = accumulate(comb(rounds, lost) * 0.5**rounds for lost in range(rounds + 1))
+    return max(1, len([chance for chance in chances if chance <= LUCK]) - 1)
 
 
 class Contest(NamedTuple):
-    """The seconds of what runs unless it is beaten, and of its challenger, in the same rounds.
-
-    With 7 rounds a challenger that gains nothing wins once in 16 times.
-    """
+    """The seconds of what runs unless it is beaten, and of its challenger, in the same rounds."""
 
     standing: Seconds
     challenger: Seconds
@@ -44,7 +51,7 @@ class Contest(NamedTuple):
     @property
     def won(self) -> bool:
         """Whether the challenger wins."""
-        return self.gain > LEAST_GAIN and self.lost <= LOST
+        return self.gain > LEAST_GAIN and self.lost <= may_lose(len(self.gains))
 
     @property
     def is_clear(self) -> bool:

@@ -2,8 +2,9 @@
 
 A pass that is timed alone does not show what its launches cost a step whose device waits for the host. Therefore the
 training itself is the contest: its steps run in turn with the framework's own layers, as each pass was decided alone,
-and in fixed numbers of chunks. Events in the device's stream time them, and nothing waits for the device. The winner
-runs in turn with the framework's own layers once more: among several ways a lucky one may be the fastest.
+and in fixed numbers of chunks. Events in the device's stream time them, and nothing waits for the device. The fastest
+runs in turn with the framework's own layers again, since among several ways a lucky one may be the fastest. Where the
+rounds contradict each other, it does so up to `FINALS` times.
 
 Every rank of the group takes the same turns, by construction. A pass begins with the call of one layer, the first whose
 forward has a collective: each rank makes that call as often as the others. A group without such a layer has no contest.
@@ -35,13 +36,14 @@ from ascend_parallel.ops.chunk_loop import LOOP
 from ascend_parallel.ops.clocks import Mark
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import DisagreementError, store_all_gather
-from ascend_parallel.tuning.measured.contest import Contest, fastest, slowest
+from ascend_parallel.tuning.measured.contest import LEAST_GAIN, Contest, fastest, slowest
 
 log = logging.getLogger("ascend_parallel")
 
 # How the layers of a step run: as each pass was decided alone, as the framework's own, or in so many chunks.
 ALONE, WHOLE, COUNTS = 0, 1, (2, 4)
 ROUNDS = 7
+FINALS = 3
 # The passes at which ranks compare their steps, until these are the same and regular.
 FIRST, LAST = 4, 4096
 # From this pass on a step may be a pass: no optimizer of torch runs.
@@ -160,7 +162,8 @@ class StepContest:
         self._spans: list[tuple[Mark, Mark]] = []  # begin and end of each turn
         self._begun: Mark | None = None  # of the running turn
         self._unmarked = False  # whether the running turn has no begin yet
-        self._again = False  # whether the winner runs in turn with the framework's own layers once more
+        self._finals = 0  # of the fastest way and the framework's own layers, that have begun
+        self._pooled: dict[int, list[float]] = {}  # seconds of all finals
         self._depth: Mark | None = None
         self._depths: dict[int, list[bool]] = {}
 
@@ -266,7 +269,7 @@ class StepContest:
             self._next = begin
             if step != self._step:
                 ways = [WHOLE, *([ALONE] if self._cuts else []), *COUNTS]
-                self._step, self._turns, self._spans, self._depths, self._again = step, turns_of(ways), [], {}, False
+                self._step, self._turns, self._spans, self._depths, self._finals = step, turns_of(ways), [], {}, 0
         elif looked >= LAST:
             self._keep(
                 StepDecision(
@@ -323,11 +326,19 @@ class StepContest:
         found = list(_gathered(group, mine).values())
         times = {way: slowest([each["seconds"][index] for each in found]) for index, way in enumerate(ways)}
         starved = {way: max(float(each["starved"][index]) for each in found) for index, way in enumerate(ways)}
-        decision = decide(times, starved)
-        if decision.way == WHOLE or self._again:
+        if not self._finals:
+            self._pooled = {way: [] for way in ways}
+        for way, seconds in times.items():
+            self._pooled[way] += seconds
+        decision, best = decide(self._pooled, starved), fastest(self._pooled, [way for way in ways if way != WHOLE])
+        hopes = Contest(self._pooled[WHOLE], self._pooled[best]).gain > LEAST_GAIN
+        if not hopes or self._finals == FINALS or (self._finals and decision.way != WHOLE):
             self._keep(decision)
         else:
-            self._again, self._turns, self._spans, self._depths = True, turns_of([WHOLE, decision.way]), [], {}
+            finalists = [WHOLE, best]
+            if not self._finals:
+                self._pooled = {way: [] for way in finalists}
+            self._finals, self._turns, self._spans, self._depths = self._finals + 1, turns_of(finalists), [], {}
 
     def _keep(self, decision: StepDecision) -> None:
         """Keep a way for the rest of the run."""
