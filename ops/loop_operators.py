@@ -25,10 +25,11 @@ from ascend_parallel.process_groups.backend import CHUNK_MAJOR, SENDS, Backend, 
 
 def loop_for(x: Any, w: Any, group: dist.ProcessGroup, decision: Decision) -> ChunkLoop | None:
     """Return the loop that runs a decided call of x [..., K] and w [K, N], or None."""
-    if decision.kernel != "chunked" or (decision.alignment and not is_laid_out(w, decision.alignment)):
+    if decision.kernel != "chunked" or (loop := chunk_loop(group, x, w)) is None:
         return None
-    loop = chunk_loop(group, x, w)
-    return None if loop is None or torch.is_autocast_enabled(x.device.type) else loop
+    if torch.is_autocast_enabled(x.device.type) or (decision.alignment and not is_laid_out(w, decision.alignment)):
+        return None
+    return loop
 
 
 def row_tile_of(decision: Decision) -> Any:

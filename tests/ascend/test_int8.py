@@ -54,6 +54,22 @@ def test_an_int8_weight_goes_to_the_operator(ranks, grain, offset):
         assert numbers["aclnnWeightQuantMatmulAllReduce"] == 1, numbers
 
 
+def weight_only_in_chunks():
+    """Return the error of an int8 weight [1024, 256] in chunks of its columns, which has no memory to lay out."""
+    import ascend_parallel
+
+    rank, operands = dist.get_rank(), rank_operands(40, 1024, 256)
+    weights = [ascend_parallel.quantise_weight(w.to(BF16), grain="channel") for _, w in operands]
+    x, settings = operands[rank][0].to(BF16).to(device()), ascend_parallel.Settings(num_chunks=2, mode=2)
+    y = ascend_parallel.quantised_row_linear(x, on_npu(weights[rank]), group=dist.group.WORLD, settings=settings)
+    dense = [each.dequantise(torch.float64) for each in weights]
+    return error(y, sum(a.to(BF16).double() @ w for (a, _), w in zip(operands, dense, strict=True)))
+
+
+def test_an_int8_weight_runs_in_chunks(ranks):
+    assert max(ranks().run(weight_only_in_chunks)) < 2e-2
+
+
 def both_int8(kind, sequence, grain, communicated=False):
     """W8A8: a layer whose input is exact in int8; return the error, the limit of it, and the operators."""
     import ascend_parallel
