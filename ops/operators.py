@@ -408,7 +408,9 @@ def _operands(
         assert not isinstance(w, ModuleWeight)
         x, w = compute(BESIDE, "dequantise", _dequantised, x, w)
     x_m = rows_of(x)
-    return align_operands(x_m, w, decision.alignment) if isinstance(w, torch.Tensor) else (x_m, w)
+    if decision.alignment and isinstance(w, torch.Tensor):
+        return align_operands(x_m, w, decision.alignment)
+    return x_m, w
 
 
 def _deferred(x: Input, w: Weight | ModuleWeight, decision: Decision, product: torch.Tensor) -> DeferredProduct | None:
