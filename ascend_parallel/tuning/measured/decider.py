@@ -21,9 +21,11 @@ from ascend_parallel.ops import stream_limit
 from ascend_parallel.ops.call import Exchange
 from ascend_parallel.ops.decision import Known, because
 from ascend_parallel.ops.rows import Sizes
+from ascend_parallel.ops.unfinished import in_backward
 from ascend_parallel.ops.without_modes import without_grad_and_modes
 from ascend_parallel.overlap.known import known_of
 from ascend_parallel.overlap.layer_shape import FORWARD, LayerOperator, LayerShape
+from ascend_parallel.overlap.selective_checkpoint import checkpoint_frame
 from ascend_parallel.process_groups import describe
 from ascend_parallel.process_groups.backend import backend_of
 from ascend_parallel.process_groups.consistency import DisagreementError, is_capturing, store_all_gather
@@ -65,6 +67,8 @@ class OfGroup:
         Whether whole steps are timed, or were.
     contest
         What decides the way; None: it is decided, or nothing but single passes is timed.
+    checkpointed
+        By checkpointed call and layer: the way of its forward while steps were timed.
     cuts
         Whether a pass that was timed alone is cut.
     left_whole
@@ -80,6 +84,9 @@ class OfGroup:
     way: int = ALONE
     begun: bool = False
     contest: StepContest | None = None
+    checkpointed: WeakKeyDictionary[Any, WeakKeyDictionary[torch.nn.Module, int]] = field(
+        default_factory=WeakKeyDictionary
+    )
     cuts: bool = False
     left_whole: set[Hashable] = field(default_factory=set)
     breakdowns: MeasuredBreakdowns = field(default_factory=MeasuredBreakdowns)
@@ -212,9 +219,9 @@ class Decider:
             of_group.way = ALONE
             return
         contest.enter(layer, x, group, communicates)
-        of_group.way = contest.way
-        if contest.decision is not None:
-            of_group.contest = None
+        of_group.way = _way_of_call(of_group, contest, layer)
+        if contest.decision is not None and not of_group.checkpointed:
+            of_group.contest, of_group.way = None, contest.way
             self.undecided = any(each.contest is not None for each in self.groups.values())
             if of_group.way != ALONE:
                 CHUNKS.update(dict.fromkeys(CHUNKS, of_group.way))
@@ -353,6 +360,24 @@ class Decider:
             log.warning("%s: %s %s %s: %s%s", variable, operator.direction, name, matmul, tuned, more)
         self._logged.add(operator)
         CHUNKS[operator] = len(tuned.sizes)
+
+
+def _way_of_call(of_group: OfGroup, contest: StepContest, layer: torch.nn.Module) -> int:
+    """Return the way of a call: that of the contest, or where a checkpoint runs it again that of its forward.
+
+    A turn begins with a collective: a column layer before it has run in the way of the turn before, and has to save the
+    same tensors again.
+    """
+    again = in_backward()
+    frame = checkpoint_frame(again=again)
+    if frame is None:
+        return contest.way
+    if again:
+        ways = of_group.checkpointed.get(frame)
+        return contest.way if ways is None else ways.get(layer, contest.way)
+    if contest.decision is None:
+        of_group.checkpointed.setdefault(frame, WeakKeyDictionary())[layer] = contest.way
+    return contest.way
 
 
 def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
