@@ -24,6 +24,7 @@ from ascend_parallel.ops.record import MATMUL, compute
 from ascend_parallel.ops.unfinished import plain_tensor
 from ascend_parallel.overlap.choices import cast_by_autocast
 from ascend_parallel.overlap.layer import ForwardWrapper, ParallelLinear, run_directly
+from ascend_parallel.overlap.layer_shape import ROW
 from ascend_parallel.overlap.linear import run_column, run_row
 from ascend_parallel.overlap.own_matmul import enter_column, leave_row
 from ascend_parallel.overlap.quantised import quantised_row_linear
@@ -133,12 +134,21 @@ def run_linear(framework: Framework, call: LinearCall) -> Any:
     return run_covered(framework, covered)
 
 
-def too_few_rows(framework: Framework, call: LinearCall) -> bool:
-    """Tell whether the original should run because the call has few rows, and no backward follows."""
+def begin_call(framework: Framework, call: LinearCall, given: torch.Tensor | None = None) -> bool:
+    """Begin a call, in the way of its step while whole steps are timed; tell whether ours may run it.
+
+    The original runs a call of few rows that no backward follows. Its forward communicates in the same calls as ours:
+    each rank begins these as often as the others.
+
+    given: a tensor that the gradient goes back through, whoever runs the call; None: the call's DTensor, or its x.
+    """
+    if framework.decider.undecided:
+        x = given if given is not None else call.x if call.x_dtensor is None else call.x_dtensor
+        framework.enter(call.layer, x, communicates=call.kind == ROW or call.sequence_dim is not None)
     if framework.settings.arithmetic.forms_every_product:
-        return False
+        return True
     graded = torch.is_grad_enabled() and (call.x.requires_grad or call.weight.requires_grad)
-    return not graded and call.x.shape[:-1].numel() < LEAST_ROWS
+    return graded or call.x.shape[:-1].numel() >= LEAST_ROWS
 
 
 def _checked(framework: Framework, call: LinearCall, group: dist.ProcessGroup, known: Known, run: Run) -> CheckedCall:

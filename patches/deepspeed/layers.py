@@ -18,7 +18,7 @@ from ascend_parallel.overlap.layer_shape import LayerShape
 from ascend_parallel.patches.base import ConflictError, Function
 from ascend_parallel.patches.compiled import at_tracing, skip_frame, within_graphs
 from ascend_parallel.patches.framework import ONE_RANK, Framework
-from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.linear_call import LinearCall, begin_call, run_linear
 from ascend_parallel.settings import Settings
 from ascend_parallel_autoload.frameworks import DEEPSPEED
 
@@ -103,7 +103,7 @@ def layer_forward(original: Function, owner: str, deepspeed: DeepSpeed) -> Funct
             added=True,
             finish=_gather_of(self) if getattr(self, "gather_output", False) else None,
         )
-        y: torch.Tensor = call.original(input) if too_few_rows(deepspeed, call) else run_linear(deepspeed, call)
+        y: torch.Tensor = run_linear(deepspeed, call) if begin_call(deepspeed, call) else call.original(input)
         return y
 
     @at_tracing

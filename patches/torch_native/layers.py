@@ -29,11 +29,11 @@ from ascend_parallel.patches.dtensor_linear import (
 )
 from ascend_parallel.patches.linear_call import (
     LinearCall,
+    begin_call,
     column_input,
     layer_around,
     row_output,
     run_linear,
-    too_few_rows,
 )
 from ascend_parallel.patches.torch_native.shared import SharedGather, shared_gather
 
@@ -213,7 +213,7 @@ def entered_column(module: Any, x: DTensor) -> DTensor | None:
     (placement,) = positive(x.placements, x.ndim)
     dim = sequence_dim(placement, x.ndim)
     local = DTensor.to_local(x)
-    layer = _overlapped_layer(module, "column", local, dim)
+    layer = _overlapped_layer(module, "column", local, dim, x)
     if layer is None:
         return None
     return replicated(column_input(local, module.weight.to_local(), layer, dim), x.device_mesh)
@@ -231,14 +231,19 @@ def summed_row(module: Any, y: DTensor) -> DTensor | None:
     x = product.new_empty(1).expand(*product.shape[:-1], weight.shape[1])  # its shape counts
     if product.requires_grad:
         x = x.requires_grad_()
-    layer = _overlapped_layer(module, "row", x, dim)
+    layer = _overlapped_layer(module, "row", x, dim, y)
     if layer is None:
         return None
     return DTensor.from_local(row_output(product, x, weight, layer, dim), y.device_mesh, [output], run_check=False)
 
 
-def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) -> ParallelLinear | None:
-    """Return the layer whose collectives run around another forward; None: its calls run torch's own collectives."""
+def _overlapped_layer(
+    module: Any, kind: str, x: torch.Tensor, dim: int | None, given: DTensor
+) -> ParallelLinear | None:
+    """Return the layer whose collectives run around another forward; None: its calls run torch's own collectives.
+
+    given: what the layer or that forward has made, which the gradient goes back through.
+    """
     installed = installed_by_style(module)
     assert installed is not None and installed.active_patch.framework is not None
     framework, weight = installed.active_patch.framework, module.weight.to_local()
@@ -252,7 +257,7 @@ def _overlapped_layer(module: Any, kind: str, x: torch.Tensor, dim: int | None) 
         original=module.forward,
         sequence_dim=dim,
     )
-    if too_few_rows(framework, call):
+    if not begin_call(framework, call, given):
         return None
     framework.log_replaced(module, f"its forward is {full_name(module.forward)}, on top of the layer's or in its place")
     return layer_around(framework, call)
@@ -299,5 +304,5 @@ def _run(
     if column and gather is not None:
         y = gather.run(call)
     else:
-        y = original(call.x) if too_few_rows(framework, call) else run_linear(framework, call)
+        y = run_linear(framework, call) if begin_call(framework, call) else original(call.x)
     return DTensor.from_local(y, mesh, [given], run_check=False)

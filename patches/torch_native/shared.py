@@ -91,6 +91,8 @@ class SharedGather:
         """
         framework, first = self._framework, self._first
         weight, x, group = first.weight.to_local(), DTensor.to_local(self.x), framework.group_of(first)
+        if framework.decider.undecided:
+            framework.enter(first, self.x, communicates=True)
 
         def ours(known: Known, _: object) -> tuple[torch.Tensor | None, torch.Tensor]:
             if call is not None and call.layer is first and call.own_matmul is None:

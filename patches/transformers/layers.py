@@ -29,7 +29,7 @@ from ascend_parallel.patches.dtensor_linear import (
     is_linear,
 )
 from ascend_parallel.patches.framework import described
-from ascend_parallel.patches.linear_call import LinearCall, run_linear, too_few_rows
+from ascend_parallel.patches.linear_call import LinearCall, begin_call, run_linear
 from ascend_parallel.patches.norms import install_norm, run_norm
 
 KINDS = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
@@ -195,7 +195,7 @@ def _run(
         finish=(lambda y: _moved(y, installed, Shard(-1), Replicate())) if installed.gathers else None,
         **installed.own_matmul(module, below),
     )
-    return inner(x) if too_few_rows(framework, call) else run_linear(framework, call)
+    return run_linear(framework, call) if begin_call(framework, call) else inner(x)
 
 
 def _placed(x: torch.Tensor, installed: Installation, placement: Any) -> DTensor:

@@ -1,13 +1,20 @@
 """DeepSpeed AutoTP: losses and gradients, overlapped, plain, and of the whole model in float64; beside ZeRO."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from backends import as_backend
+from planted_clocks import auto_cuts_in_two
+from planted_steps import DEVICE_BOUND, MOST_STEPS, Clock, PlantedMark
 from pool import on_ranks
 
 import ascend_parallel
 from ascend_parallel.ops import COUNTS
 from ascend_parallel.ops.unfinished import is_unfinished
+from ascend_parallel.tuning.measured import step_contest
+from ascend_parallel.tuning.measured.step_contest import ALONE, WHOLE
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make compat-deepspeed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -280,3 +287,32 @@ def test_verification_finds_a_planted_fault(group):
     ascend_parallel.configure(num_chunks=4)
     _, error = checked(engine_of(group, "Qwen2"), lambda engine: steps(engine, 1), linear_call, "run_column", wrong)
     assert "is wrong on rank 1" in error
+
+
+def in_turn(group):
+    """Train plain and under auto as on NPUs; return the steps that differ, their ways, and whether it is decided."""
+    ascend_parallel.configure(num_chunks=1)
+    engine = engine_of(group, "Llama")
+    plain = [steps(engine, 1) for _ in range(MOST_STEPS)]
+    unlike, ways, Clock.now = [], [], 0.0
+    with as_backend("hccl", group), auto_cuts_in_two(), mock.patch.object(step_contest, "Mark", PlantedMark):
+        ascend_parallel.configure(auto=True)
+        engine = engine_of(group, "Llama")
+        row = next(each for each in engine.module.modules() if type(each).__name__ == "LinearAllreduce")
+        decider = type(row).forward.ascend_parallel.decider
+        for number, expected in enumerate(plain):
+            found = steps(engine, 1)
+            unlike += [(number, key) for key in expected if not torch.equal(found[key], expected[key])]
+            ways.append(decider.groups[row.mp_group].way)
+            Clock.now += DEVICE_BOUND[ways[-1]]
+    undecided = decider.undecided
+    ascend_parallel.configure(num_chunks=1)
+    return unlike, ways, undecided
+
+
+def test_whole_steps_run_in_turn_and_the_fastest_way_stays(ranks):
+    found = ranks(2).run(in_turn)
+    for unlike, ways, undecided in found:
+        assert not unlike and not undecided
+        assert ways == found[0][1]
+        assert set(ways) == {ALONE, WHOLE, 2, 4} and ways[-1] == 4

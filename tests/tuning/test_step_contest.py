@@ -15,36 +15,13 @@ from layers import Layers
 from logged import logged
 from marks import promise
 from planted_clocks import auto_cuts_in_two, one_chunk_wins, planted
+from planted_steps import DEVICE_BOUND, HOST_BOUND, MOST_STEPS, Clock, PlantedMark, optimize
 from pool import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 import ascend_parallel
 from ascend_parallel.tuning.measured import decider, step_contest
 from ascend_parallel.tuning.measured.step_contest import ALONE, ROUNDS, WHOLE, decide, turns_of
-
-DEVICE_BOUND = {ALONE: 1.0, WHOLE: 1.0, 2: 0.95, 4: 0.9}
-HOST_BOUND = {ALONE: 1.2, WHOLE: 1.0, 2: 1.2, 4: 1.5}
-MOST_STEPS = 4 + 4 * (ROUNDS + 2) + 2 * (ROUNDS + 2) + 8
-
-
-class Clock:
-    """The test's own."""
-
-    now, starves = 0.0, False
-
-
-class PlantedMark:
-    """A mark on that clock."""
-
-    def __init__(self, device):
-        self.at = Clock.now
-
-    @property
-    def is_reached(self):
-        return Clock.starves
-
-    def seconds_until(self, end):
-        return end.at - self.at
 
 
 class Model(torch.nn.Module):
@@ -90,11 +67,6 @@ def results(model, x, y):
     ]
     model.zero_grad()
     return found
-
-
-def optimize():
-    """Take an optimizer's step, which changes no weight of the model."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
 def train(model, costs, steps=MOST_STEPS, run=micro_batch, batches=1, sequence_parallel=False):
