@@ -8,6 +8,7 @@ Python, and functions of torch that the program has replaced, or watches by a fu
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -24,14 +25,12 @@ ChunkLoop = Any
 """An object of the extension's class: the chunks of one call."""
 
 # Of the calls between this package and the class; csrc/module.cpp has the same number.
-INTERFACE = 2
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+INTERFACE = 3
 
-
-# The functions of torch that Python's loop calls, by their namespaces.
+# The functions of torch that Python calls in place of C++, by their namespaces.
 _CALLED = (
     *((vars(dist), name) for name in ("all_reduce", "isend", "irecv", "all_to_all")),
-    *((vars(torch), name) for name in ("mm", "bmm", "add", "split_with_sizes", "empty_like")),
+    *((vars(torch), name) for name in ("mm", "bmm", "matmul", "add", "split_with_sizes", "empty_like")),
 )
 
 
@@ -40,16 +39,16 @@ class OwnFunctions:
 
     def __init__(self) -> None:
         """Look at the first question."""
-        self._watched: Any = None
+        self.same: Callable[[], bool] = lambda: False
+        """Tells whether the functions are those that were looked at last, and were torch's own."""
 
     def in_place(self) -> bool:
         """Tell it of the present functions."""
-        if self._watched is not None and self._watched.same():
+        if self.same():
             return True
-        if replaced := bool(_replaced(_functions())):
-            self._watched = None
-        else:
-            self._watched = watched([(space, name, space[name]) for space, name in _CALLED])
+        replaced = bool(_replaced(_functions()))
+        looked = None if replaced else watched([(space, name, space[name]) for space, name in _CALLED])
+        self.same = (lambda: False) if looked is None else looked.same
         return not replaced
 
 
@@ -57,7 +56,7 @@ OWN = OwnFunctions()
 
 
 def _functions() -> tuple[Any, ...]:
-    """Return the functions of torch that Python's loop calls."""
+    """Return the functions of torch that Python calls in place of C++."""
     return tuple(space[name] for space, name in _CALLED)
 
 
@@ -97,17 +96,19 @@ LOOP: type[Any] | str = _loaded()
 """The extension's class, or the reason why Python's loop runs every call. A test that compares the two sets it."""
 
 
-def is_plain(x: object) -> bool:
-    """Tell whether a tensor is torch's own, of numbers that a loop in C++ multiplies."""
-    return type(x) in _PLAIN and not x.is_complex()  # type: ignore[attr-defined]
+EXTENSION: Any = extension()
+"""The extension, or why it is missing: then `in_cpp` is false."""
 
 
-def chunk_loop(group: dist.ProcessGroup, x_m: torch.Tensor, w: object = None) -> Any:
-    """Return a loop in C++ for a call of these operands, w [K, N] or None, on `group`; None: Python's loop runs it."""
-    if isinstance(LOOP, str) or RECORDING.recorder is not None or type(group) is not dist.ProcessGroup:
+def in_cpp(*operands: object) -> bool:
+    """Tell whether C++ may multiply these tensors in place of Python; None stands for one that is not there."""
+    if isinstance(LOOP, str) or RECORDING.recorder is not None or not EXTENSION.covers(*operands):
+        return False
+    return OWN.same() or OWN.in_place()
+
+
+def chunk_loop(group: dist.ProcessGroup, *operands: object) -> ChunkLoop | None:
+    """Return a loop in C++ for a call of these operands on `group`; None: Python's loop runs it."""
+    if isinstance(LOOP, str) or type(group) is not dist.ProcessGroup or c10d._world.pg_coalesce_state:
         return None
-    if type(x_m) not in _PLAIN or x_m.is_complex() or (w is not None and type(w) not in _PLAIN):
-        return None
-    if torch._C._len_torch_function_stack() or c10d._world.pg_coalesce_state or not OWN.in_place():
-        return None
-    return LOOP(group)
+    return LOOP(group) if in_cpp(*operands) else None

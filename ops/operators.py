@@ -55,10 +55,15 @@ log = logging.getLogger("ascend_parallel")
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Tells whether autocast is on for some device: a cheaper question than that of one device, which rarely follows."""
+
+
 def autocast_off(x: Input) -> AbstractContextManager[object]:
     """Return a context without autocast on the device of x: autocast would treat mm and mm(out=) differently."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+    if not any_autocast() or not torch.is_autocast_enabled(device := x.device.type):
+        return _NOTHING
+    return torch.autocast(device, enabled=False)
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:

@@ -18,7 +18,7 @@ from ascend_parallel.ops.blocks import BLOCKS
 from ascend_parallel.ops.comm_scales import CommScales
 from ascend_parallel.ops.decision import Known
 from ascend_parallel.ops.host_lead import LEADS
-from ascend_parallel.ops.operators import autocast_off
+from ascend_parallel.ops.operators import any_autocast, autocast_off
 from ascend_parallel.ops.pending import Pending
 from ascend_parallel.ops.quantised import Weight
 from ascend_parallel.ops.quantised_rows import Input, quantise_rows
@@ -80,9 +80,13 @@ class ParallelLinear:
     input_grain: str | None = None  # rounds inputs to int8, with scales as of `quantise_rows`
     comm_scales: CommScales | None = None  # ranks exchange int8
 
-    @cached_property
+    @property
     def in_backward(self) -> ParallelLinear:
         """The layer with what is known of its backward."""
+        return self if self.known.plan is None and not self.settings.fused else self._in_planned_backward
+
+    @cached_property
+    def _in_planned_backward(self) -> ParallelLinear:
         known = known_in_pass(self.settings, self.known, self.kind, BACKWARD)
         return self if known is self.known else self._with(known=known)
 
@@ -90,7 +94,7 @@ class ParallelLinear:
         """Return the layer with other options; each backward asks, and `dataclasses.replace` is ten times as slow."""
         changed = object.__new__(ParallelLinear)
         vars(changed).update(vars(self), **options)
-        vars(changed).pop("in_backward", None)
+        vars(changed).pop("_in_planned_backward", None)
         return changed
 
     def write_digest(self, kind: str, name: str, tensor: torch.Tensor | None, dim: int | None) -> None:
@@ -199,7 +203,7 @@ def in_forward(ctx: Any, kind: str, x: torch.Tensor) -> AbstractContextManager[o
     Operands are cast before. In the usual case, none of the three is active, and the context does nothing.
     """
     active = RECORDING.recorder is not None or torch._C._len_torch_dispatch_stack()
-    if active or torch.is_autocast_enabled(x.device.type):
+    if active or any_autocast():
         return _guarded_forward(ctx, kind, x)
     return _NOTHING
 
@@ -227,7 +231,7 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
             if given is None:  # nobody needs a gradient
                 return (None,) * len(ctx.needs_input_grad)
             active = RECORDING.recorder is not None or torch.is_grad_enabled()
-            if active or torch.is_autocast_enabled(given.device.type):
+            if active or any_autocast():
                 found = guarded(ctx, given, dy, *more)
                 return tuple(map(plain_tensor, found)) if torch.is_grad_enabled() else found
             return backward(ctx, dy, *more)
@@ -239,7 +243,7 @@ def layer_backward(kind: str) -> Callable[[Pass], Pass]:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():
                     return run_guarded(ctx, dy, *more)
-            if dy is None or active or torch.is_autocast_enabled(dy.device.type):
+            if dy is None or active or any_autocast():
                 return run_guarded(ctx, dy, *more)
             return backward(ctx, dy, *more)
 

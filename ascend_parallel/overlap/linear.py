@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 from ascend_parallel.ops.call import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, check_operands
 from ascend_parallel.ops.decision import Known
-from ascend_parallel.ops.loop_operators import run_all_gather, run_all_reduce, run_column_gradients, run_reduce_scatter
+from ascend_parallel.ops.loop_operators import (
+    run_all_gather,
+    run_all_reduce,
+    run_column_gradients,
+    run_local_gradients,
+    run_local_product,
+    run_reduce_scatter,
+)
 from ascend_parallel.ops.module_weight import ModuleWeight
 from ascend_parallel.ops.operators import (
+    any_autocast,
     decided,
     decided_module,
     gather_sizes,
@@ -120,8 +128,9 @@ def run_column(
     x: torch.Tensor, weight_shard_n: Weight, bias_shard_n: torch.Tensor | None, layer: ParallelLinear
 ) -> torch.Tensor:
     """Run `column_linear` with the options of `layer`; a frozen int8 weight [K, N / R] needs an `input_grain`."""
-    layer.refuse_partial_gradient(x)
-    if torch.is_autocast_enabled(x.device.type):
+    if not (layer.sequence_parallel or layer.reduce_input_grad):
+        layer.refuse_partial_gradient(x)
+    if any_autocast():
         x, weight_shard_n = _cast(x, weight_shard_n)
     y: torch.Tensor = ColumnLinear.apply(x, weight_shard_n, bias_shard_n, layer)  # type: ignore[no-untyped-call]
     return y
@@ -174,7 +183,7 @@ def run_row(
     x_shard_k: torch.Tensor, weight_shard_k: Weight, layer: ParallelLinear, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run `row_linear` with the options of `layer`, and add a bias [N]: in a fused operator, if that can add it."""
-    if torch.is_autocast_enabled(x_shard_k.device.type):
+    if any_autocast():
         x_shard_k, weight_shard_k = _cast(x_shard_k, weight_shard_k)
     if bias is not None and layer.settings.fused and x_shard_k.device.type == "npu" and not layer.leaves_rows:
         fused: torch.Tensor = RowLinear.apply(x_shard_k, weight_shard_k, layer, bias)  # type: ignore[no-untyped-call]
@@ -246,31 +255,36 @@ class ColumnLinear(torch.autograd.Function):
         kept, weight, layout = _saved(ctx)
         if (begin := layer.weight_gradient.begin) is not None:
             begin(kept, weight)
-        output_gradient, dy = dy, dy.to(ctx.x_dtype)
+        output_gradient = dy
+        if dy.dtype != ctx.x_dtype:
+            dy = dy.to(ctx.x_dtype)
+        needs_bias, db = ctx.needs_input_grad[2], None
+        bias = needs_bias and dy is output_gradient  # what the loops in C++ sum
         postponed = kept is not None and layer.weight_gradient.postpone(dy)
         placeholder = layer.weight_gradient.placeholder(kept) if postponed else None
         if postponed:
             kept = None
         if layer.sequence_parallel:
-            dx, dw = column_sequence_backward(dy, kept, weight, layer, layout)
+            dx, dw, db = column_sequence_backward(dy, kept, weight, layer, layout, bias=bias)
         elif layer.reduce_input_grad and weight is not None:
             if layer.before_communicating is not None:
                 layer.before_communicating()
-            group, known = layer.group, layer.known_for(BACKWARD, dy, weight)
+            group, known = layer.group, layer.known_for(BACKWARD, dy, weight) if layer.leaves_rows else layer.known
             decision = decided(
                 ALL_REDUCE, dy, weight, group, layer.settings, known, layout=ROW_MAJOR, parts=layer.parts
             )
             direct = kept is not None and layer.multiplies_gradient
-            if direct and (found := run_column_gradients(dy, weight, kept, group, decision)) is not None:
-                dx, dw = found
+            if direct and (found := run_column_gradients(dy, weight, kept, group, decision, bias=bias)) is not None:
+                dx, dw, db = found
             else:
                 pending = start_matmul_all_reduce(dy, weight, group, decision)
                 dx, dw = gradients_under(layer, pending, dy, kept)
         else:
             dx, dw = _local_backward(dy, kept, weight, layer)
-        dx = None if dx is None else dx.view(ctx.x_shape)
-        # Last: a sum over rows needs all of them, and dx is then on its way.
-        db = bias_gradient_of(layer, output_gradient) if ctx.needs_input_grad[2] else None
+        if dx is not None and dx.ndim == 2:  # rows; also in their shape a new tensor: a work may still hold the other,
+            dx = dx.view(ctx.x_shape)  # and autograd copies a gradient that somebody holds
+        if needs_bias and db is None:  # last: a sum over rows needs all of them, and dx is then on its way
+            db = bias_gradient_of(layer, output_gradient)
         if layer.settings.digests is not None:
             for name, gradient, dim in (("input", dx, None), ("weight", dw, 0), ("bias", db, 0)):
                 layer.write_digest("column", f"{name} gradient", gradient, dim)
@@ -319,7 +333,9 @@ class RowLinear(torch.autograd.Function):
         if layer.leaves_rows:
             layer = layer.as_host_allows(dy, leaves=False)
         x, weight, layout = _saved(ctx)
-        output_gradient, dy = dy, dy.to(ctx.x_dtype)
+        output_gradient = dy
+        if dy.dtype != ctx.x_dtype:
+            dy = dy.to(ctx.x_dtype)
         if layout == ANY:  # an int8 weight
             dy = rows_of(dy)
         if (begin := layer.weight_gradient.begin) is not None:
@@ -332,7 +348,8 @@ class RowLinear(torch.autograd.Function):
             sizes = gather_sizes(dy, x.shape[-1], layer.group, layer.settings, layer.known)
             gathered = start_gather_rows(dy, layer.group, sizes).wait()
             dx, dw = None, weight_gradient_of(layer, x, gathered)
-        dx = None if dx is None else dx.view(ctx.x_shape)
+        if dx is not None and dx.ndim == 2:  # rows; also in their shape a new tensor: a work may still hold the other,
+            dx = dx.view(ctx.x_shape)  # and autograd copies a gradient that somebody holds
         if layer.settings.digests is not None:
             for name, gradient, dim in (("input", dx, -1), ("weight", dw, 1)):
                 layer.write_digest("row", f"{name} gradient", gradient, dim)
@@ -344,13 +361,18 @@ def column_forward(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, layer: ParallelLinear, keep: bool
 ) -> Products:
     """Return y with the bias added; with `keep` and sequence parallelism also the gathered rows of x."""
+    if not layer.sequence_parallel and not layer.arithmetic.forms_every_product:
+        found = run_local_product(x, weight, bias)
+        if found is not None:
+            return found, None
     gathered_m, (w, layout) = None, _right(weight)
     if layer.sequence_parallel:
-        layer.about_to_communicate()
-        given, group = layer.input_of(x), layer.group
+        if layer.before_communicating is not None:
+            layer.before_communicating()
+        given, group = x if layer.input_grain is None else layer.input_of(x), layer.group
         decision = decided(ALL_GATHER, given, w, group, layer.settings, layer.known, layout=layout, parts=layer.parts)
-        if (found := run_all_gather(given, w, group, decision, keep)) is not None:
-            y, gathered_m = found
+        if (whole := run_all_gather(given, w, group, decision, keep)) is not None:
+            y, gathered_m = whole
         else:
             y_m, gathered_m = run_all_gather_matmul(given, w, group, decision, keep)
             y = shaped(y_m, gathered_shape(x.shape, layer.group.size(), w.shape[1]))
@@ -421,6 +443,10 @@ def _local_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``dx = dy @ weight`` and dw, without communication; of an unfinished dy each chunk as its rows come."""
     dx = None
+    if x is not None and weight is not None and layer.multiplies_gradient:
+        found = run_local_gradients(dy, weight, x)
+        if found is not None:
+            return found
     if weight is not None:
         dx = finished(layer.arithmetic.product(dy, weight, layer.group.size(), layer.parts))
     return dx, postponed_weight_gradient(layer, x, dy)
@@ -429,17 +455,17 @@ def _local_backward(
 def _save(ctx: Any, layer: ParallelLinear, x: torch.Tensor, kept: torch.Tensor | None, weight: Weight) -> None:
     """Save the tensors of the required gradients: `kept` for dw, the weight for dx."""
     input_grad, weight_grad = ctx.needs_input_grad[:2]
-    x_dtensor, weight_dtensor = layer.dtensors
-    parts: list[torch.Tensor | None]
+    ctx.x_shape, ctx.x_dtype, ctx.saves_dtensors = x.shape, x.dtype, layer.dtensors != (None, None)
+    ctx.layer = layer.kept_for_backward if ctx.saves_dtensors or layer.forward_wrapper is not run_directly else layer
+    parts: tuple[torch.Tensor | None, ...] = (None,)
     if isinstance(weight, QuantisedWeight):
-        parts, ctx.group_size = [weight.values, weight.scale, weight.offset], weight.group_size
-    else:
-        parts = [weight if weight_dtensor is None else checked(weight, weight_dtensor)]
-    if kept is x and x_dtensor is not None:
-        kept = checked(x, x_dtensor)
-    ctx.save_for_backward(kept if weight_grad else None, *(parts if input_grad else [None]))
-    ctx.layer, ctx.x_shape, ctx.x_dtype = layer.kept_for_backward, x.shape, x.dtype
-    ctx.saves_dtensors = x_dtensor is not None or weight_dtensor is not None
+        ctx.group_size = weight.group_size
+        parts = (weight.values, weight.scale, weight.offset) if input_grad else parts
+    elif input_grad:
+        parts = (checked(weight, layer.dtensors[1]),) if ctx.saves_dtensors else (weight,)
+    if kept is x and ctx.saves_dtensors:
+        kept = checked(x, layer.dtensors[0])
+    ctx.save_for_backward(kept if weight_grad else None, *parts)
 
 
 def _saved(ctx: Any) -> tuple[Any, Any, str]:

@@ -9,7 +9,12 @@ import torch
 
 from ascend_parallel.ops import chunk_loop
 from ascend_parallel.ops.call import ALL_GATHER, REDUCE_SCATTER
-from ascend_parallel.ops.loop_operators import run_all_gather, run_column_sequence_gradients
+from ascend_parallel.ops.loop_operators import (
+    Gradients,
+    run_all_gather,
+    run_column_sequence_gradients,
+    run_row_sequence_gradients,
+)
 from ascend_parallel.ops.operators import (
     decided,
     gather_sizes,
@@ -34,35 +39,37 @@ def column_sequence_backward(
     weight: torch.Tensor | None,
     layer: ParallelLinear,
     layout: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dx_shard_m = reduce_scatter(dy @ weight)`` and ``dw = dy.t() @ all_gather(x_shard_m)``.
+    *,
+    bias: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return ``dx_shard_m = reduce_scatter(dy @ weight)``, ``dw = dy.t() @ all_gather(x_shard_m)``, and None or db.
 
-    The reduce-scatter runs under the weight gradient's matmul.
+    The reduce-scatter runs under the weight gradient's matmul. bias: loops in C++, if they run it, return db too.
     """
     if kept is not None and weight is not None and layer.multiplies_gradient:
-        found = _in_loops(dy, kept, weight, layer, layout)
+        found = _in_loops(dy, kept, weight, layer, layout, bias)
         if found is not None:
             return found
     with ExitStack() as running:
         pending_dx, gathered = start_column_backward(running, dy, kept, weight, layer, layout)
         if pending_dx is None:
-            return None, weight_gradient_of(layer, kept, dy, gathered)
-        gradients = gradients_under(layer, pending_dx, dy, kept, gathered)
+            return None, weight_gradient_of(layer, kept, dy, gathered), None
+        dx, dw = gradients_under(layer, pending_dx, dy, kept, gathered)
         running.pop_all()  # rows that are left are waited for where they are read
-    return gradients
+    return dx, dw, None
 
 
 def _in_loops(
-    dy: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, layout: str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both gradients by loops in C++, the gather first; None: no loops run it."""
+    dy: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, layer: ParallelLinear, layout: str, bias: bool
+) -> Gradients | None:
+    """Return the gradients by loops in C++, the gather first; None: no loops run it."""
     group, settings = layer.group, layer.settings
     if isinstance(chunk_loop.LOOP, str) or not settings.recompute_all_gather or settings.order == "compute_first":
         return None
     known = layer.known_for(BACKWARD, dy, weight) if layer.leaves_rows else layer.known
     decision = decided(REDUCE_SCATTER, dy, weight, group, settings, known, layout=layout, parts=layer.parts)
     gather_rows = gather_sizes(kept, dy.shape[-1], group, settings, layer.known)
-    return run_column_sequence_gradients(dy, weight, kept, group, decision, gather_rows)
+    return run_column_sequence_gradients(dy, weight, kept, group, decision, gather_rows, bias=bias)
 
 
 def start_column_backward(
@@ -137,7 +144,11 @@ def row_sequence_backward(
     group, settings = layer.group, layer.settings
     if x is None or not settings.split_weight_gradient:
         decision = decided(ALL_GATHER, dy, weight, group, settings, layer.known, layout=layout, parts=layer.parts)
-        whole = run_all_gather(dy, weight, group, decision, x is not None)
+        whole = None
+        if x is None or not layer.multiplies_gradient:
+            whole = run_all_gather(dy, weight, group, decision, x is not None)
+        elif (found := run_row_sequence_gradients(dy, weight, x, group, decision)) is not None:
+            return found
         dx, dy_m = run_all_gather_matmul(dy, weight, group, decision, x is not None) if whole is None else whole
         return dx, None if dy_m is None else postponed_weight_gradient(layer, x, dy_m)
     x_r, parts = rows_of(x.contiguous()).view(group.size(), -1, x.shape[-1]), layer.weight_gradient.parts()

@@ -71,7 +71,7 @@ class WeightGradient:
 
     @property
     def is_product(self) -> bool:
-        """Whether `compute` is this class's: a product, returned to autograd. Derived classes may say so of theirs."""
+        """Whether `compute`, a product returned to autograd, and `bias` are this class's; derived ones may say so."""
         return type(self) is WeightGradient
 
     @property

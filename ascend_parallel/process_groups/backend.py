@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -125,10 +126,18 @@ ROWS: dict[tuple[str, str], Backend] = {
 """Backends by name and type of device; a test puts another row in a place to run the way of a backend on gloo."""
 
 
+# By group and device, what a row is found by: a call asks for it, and torch makes two objects to tell it.
+_NAMES: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, tuple[str, str]]] = WeakKeyDictionary()
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """Return the row of the group's backend on the type of `device`."""
-    name: str = group._get_backend(device).name()
-    return ROWS.get((name, device.type)) or unknown(name, device.type)
+    names = _NAMES.get(group)
+    name = None if names is None else names.get(device)
+    if name is None:
+        name = group._get_backend(device).name(), device.type
+        _NAMES.setdefault(group, {})[device] = name
+    return ROWS.get(name) or unknown(*name)
 
 
 def usual_backend(device: str) -> Backend:

@@ -1,10 +1,14 @@
 #include "chunk_loop.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/version.h>
 
 #include <utility>
@@ -81,6 +85,24 @@ at::Tensor weight_gradient(const at::Tensor& x, const at::Tensor& dy) {
   const at::Tensor x_m = rows_of(x.contiguous()), dy_m = rows_of(dy.contiguous());
   return at::mm(dy_m.t(), x_m);
 }
+
+// `bias_gradient_of` of overlap/sequence_backward.py, of torch's arithmetic.
+std::optional<at::Tensor> bias_gradient(const at::Tensor& dy, bool wanted) {
+  if (!wanted) return std::nullopt;
+  return at::sum(rows_of(dy.contiguous()), at::IntArrayRef{0});
+}
+
+// The loops whole, and the products, run where autograd records nothing: in its functions' forward and backward. Their
+// calls need not pass through its layers of torch's dispatcher, unless a mode of dispatch is to see them as usual.
+class BelowAutograd {
+ public:
+  BelowAutograd() {
+    if (!c10::impl::dispatch_mode_enabled()) below_.emplace();
+  }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+};
 
 ChunkLoop::Sizes times(const ChunkLoop::Sizes& sizes, int64_t factor) {
   ChunkLoop::Sizes found;
@@ -287,6 +309,7 @@ at::Tensor ChunkLoop::start_reduce_scatter(
 
 at::Tensor ChunkLoop::run_all_reduce(
     const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, Limit limit) {
+  const BelowAutograd below;
   const at::Tensor y_m = start_all_reduce(x, w, sizes, row_tile);
   wait(0, chunks_.size(), limit);
   return shaped(y_m, x, x.size(0));
@@ -295,6 +318,7 @@ at::Tensor ChunkLoop::run_all_reduce(
 at::Tensor ChunkLoop::run_reduce_scatter(
     const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank,
     bool batched, int tag, Limit limit) {
+  const BelowAutograd below;
   const at::Tensor y_m = start_reduce_scatter(x, w, sizes, row_tile, own_scatter, by_rank, batched, tag);
   wait(0, chunks_.size(), limit);
   return shaped(y_m, x, x.size(0) / ranks_);
@@ -303,6 +327,7 @@ at::Tensor ChunkLoop::run_reduce_scatter(
 std::pair<at::Tensor, at::Tensor> ChunkLoop::run_all_gather(
     const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, Way way, int tag, bool keep_gathered,
     int64_t row_tile, bool batched, Limit limit) {
+  const BelowAutograd below;
   const at::Tensor x_m = rows_of(x).contiguous();
   const at::Tensor y_r_m = x_m.new_empty({ranks_, x_m.size(0), w.size(1)});
   at::Tensor gathered = all_gather(x_m, sizes, way, tag, keep_gathered, w, y_r_m, row_tile, batched);
@@ -311,26 +336,53 @@ std::pair<at::Tensor, at::Tensor> ChunkLoop::run_all_gather(
   return {shaped(y_r_m.flatten(0, 1), x, x.size(0) * ranks_), gathered};
 }
 
-std::pair<at::Tensor, at::Tensor> ChunkLoop::run_column_gradients(
-    const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, const Sizes& sizes, int64_t row_tile,
+std::pair<at::Tensor, at::Tensor> ChunkLoop::run_row_sequence_gradients(
+    const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, const Sizes& sizes, Way way, int tag,
+    int64_t row_tile, bool batched, Limit limit) {
+  const BelowAutograd below;
+  const auto [dx, dy_r_m] = run_all_gather(dy, w, sizes, way, tag, true, row_tile, batched, limit);
+  return {dx, weight_gradient(x, dy_r_m)};
+}
+
+Gradients ChunkLoop::run_column_gradients(
+    const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, bool bias, const Sizes& sizes, int64_t row_tile,
     Limit limit) {
+  const BelowAutograd below;
   const at::Tensor dx_m = start_all_reduce(dy, w, sizes, row_tile);
   const at::Tensor dw = weight_gradient(x, dy);
   wait(0, chunks_.size(), limit);
-  return {dx_m, dw};
+  return {dx_m.view(x.sizes()), dw, bias_gradient(dy, bias)};
 }
 
-std::pair<at::Tensor, at::Tensor> ChunkLoop::run_column_sequence_gradients(
+Gradients ChunkLoop::run_column_sequence_gradients(
     ChunkLoop& gather, const Sizes& gather_sizes, Way way, int gather_tag, const at::Tensor& dy, const at::Tensor& w,
-    const at::Tensor& x, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag,
-    Limit limit) {
+    const at::Tensor& x, bool bias, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched,
+    int tag, Limit limit) {
+  const BelowAutograd below;
   const at::Tensor x_r_m =
       gather.all_gather(rows_of(x), gather_sizes, way, gather_tag, true, std::nullopt, std::nullopt, 0, false);
   const at::Tensor dx_m = start_reduce_scatter(dy, w, sizes, row_tile, own_scatter, by_rank, batched, tag);
   gather.wait(0, gather.size(), limit);
   const at::Tensor dw = weight_gradient(x_r_m.flatten(0, 1), dy);
   wait(0, chunks_.size(), limit);
-  return {dx_m, dw};
+  return {dx_m.view(x.sizes()), dw, bias_gradient(dy, bias)};
+}
+
+std::optional<at::Tensor> local_product(
+    const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
+  const bool fit = x.dim() > 0 && w.dim() == 2 && x.size(-1) == w.size(1) && x.device() == w.device() &&
+                   x.scalar_type() == w.scalar_type() && x.is_floating_point();
+  if (!fit || (bias && bias->scalar_type() != x.scalar_type())) return std::nullopt;
+  const BelowAutograd below;
+  at::Tensor y = at::matmul(x, w.t());
+  if (bias) y.add_(*bias);
+  return y;
+}
+
+std::pair<at::Tensor, at::Tensor> local_gradients(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x) {
+  const BelowAutograd below;
+  const at::Tensor dx = at::matmul(dy, w);
+  return {dx, weight_gradient(x, dy)};
 }
 
 void ChunkLoop::wait(size_t first, size_t stop, Limit limit) {

@@ -10,10 +10,22 @@
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace ascend_parallel {
+
+// Of a layer: dx, dw, and db if it was asked for.
+using Gradients = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
+
+// Of a layer that communicates nothing in forward: x w^T [..., N] and the bias, if there is one; x [..., K], w [N, K].
+// Nothing for operands that do not fit, or a bias that would promote the result.
+std::optional<at::Tensor> local_product(
+    const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias);
+
+// Of a layer that communicates nothing in backward: dx = dy w [..., K], and dy^T x [N, K].
+std::pair<at::Tensor, at::Tensor> local_gradients(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x);
 
 // The collectives of one call, chunk by chunk, and what runs behind the wait for each.
 //
@@ -56,17 +68,23 @@ class ChunkLoop {
   std::pair<at::Tensor, at::Tensor> run_all_gather(const at::Tensor& x, const at::Tensor& w, const Sizes& sizes, Way way,
                                                    int tag, bool keep, int64_t row_tile, bool batched, Limit limit);
 
-  // The gradients of a column layer with input x [..., K] and weight w [N, K]: all_reduce(dy w) as rows [M, K], and
-  // dy^T x [N, K], which is multiplied under the all-reduce.
-  std::pair<at::Tensor, at::Tensor> run_column_gradients(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x,
-                                                         const Sizes& sizes, int64_t row_tile, Limit limit);
+  // The gradients of a row layer with sequence parallelism, whose dy [S / R, ..., N] is gathered: dx of input
+  // x [S, ..., K] and weight w [N, K], and dy^T x [N, K].
+  std::pair<at::Tensor, at::Tensor> run_row_sequence_gradients(const at::Tensor& dy, const at::Tensor& w,
+                                                               const at::Tensor& x, const Sizes& sizes, Way way,
+                                                               int tag, int64_t row_tile, bool batched, Limit limit);
 
-  // The same with sequence parallelism: `gather` gathers the rows x [M / R, K], under which dy w is multiplied and its
-  // reduce-scatter started; the result is [M / R, K].
-  std::pair<at::Tensor, at::Tensor> run_column_sequence_gradients(
-      ChunkLoop& gather, const Sizes& gather_sizes, Way way, int gather_tag, const at::Tensor& dy, const at::Tensor& w,
-      const at::Tensor& x, const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag,
-      Limit limit);
+  // The gradients of a column layer with input x [..., K] and weight w [N, K]: all_reduce(dy w) in the shape of x, and
+  // dy^T x [N, K], which is multiplied under the all-reduce. bias: also the sum of dy over its rows, last.
+  Gradients run_column_gradients(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, bool bias,
+                                 const Sizes& sizes, int64_t row_tile, Limit limit);
+
+  // The same with sequence parallelism: `gather` gathers the rows of x [S / R, ..., K], under which dy w is multiplied
+  // and its reduce-scatter started.
+  Gradients run_column_sequence_gradients(ChunkLoop& gather, const Sizes& gather_sizes, Way way, int gather_tag,
+                                          const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, bool bias,
+                                          const Sizes& sizes, int64_t row_tile, bool own_scatter, bool by_rank,
+                                          bool batched, int tag, Limit limit);
 
   // Waits for the chunks from `first` to before `stop`, and runs what is behind each; chunks that are done are passed
   // by. No limit: the backend's own.

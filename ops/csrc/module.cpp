@@ -1,10 +1,13 @@
 // The Python bindings, on tensors. Calls run without the interpreter's lock.
 #include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 #include <pybind11/chrono.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "chunk_loop.h"
@@ -118,12 +121,34 @@ std::pair<at::Tensor, std::optional<at::Tensor>> run_gather(
   return {y, kept(gathered)};
 }
 
-std::pair<at::Tensor, at::Tensor> run_column_sequence_gradients(
+std::pair<at::Tensor, at::Tensor> run_row_sequence_gradients(
+    ap::ChunkLoop& self, const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x,
+    const std::vector<int64_t>& sizes, const std::string& words, int tag, int64_t row_tile, bool batched,
+    ap::ChunkLoop::Limit limit) {
+  return self.run_row_sequence_gradients(dy, w, x, sizes, way_of(words), tag, row_tile, batched, limit);
+}
+
+ap::Gradients run_column_sequence_gradients(
     ap::ChunkLoop& self, ap::ChunkLoop& gather, const std::vector<int64_t>& gather_sizes, const std::string& words,
-    int gather_tag, const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, const std::vector<int64_t>& sizes,
-    int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag, ap::ChunkLoop::Limit limit) {
-  return self.run_column_sequence_gradients(gather, gather_sizes, way_of(words), gather_tag, dy, w, x, sizes, row_tile,
-                                            own_scatter, by_rank, batched, tag, limit);
+    int gather_tag, const at::Tensor& dy, const at::Tensor& w, const at::Tensor& x, bool bias,
+    const std::vector<int64_t>& sizes, int64_t row_tile, bool own_scatter, bool by_rank, bool batched, int tag,
+    ap::ChunkLoop::Limit limit) {
+  return self.run_column_sequence_gradients(gather, gather_sizes, way_of(words), gather_tag, dy, w, x, bias, sizes,
+                                            row_tile, own_scatter, by_rank, batched, tag, limit);
+}
+
+// Whether all operands that are not None are torch's own tensors, of real numbers and without autocast, and no function
+// mode watches.
+bool covers(const py::args& operands) {
+  for (const py::handle operand : operands) {
+    if (operand.is_none()) continue;
+    if (!THPVariable_CheckExact(operand.ptr())) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(operand.ptr());
+    const c10::DeviceType device = tensor.device().type();
+    const bool casts = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+    if (casts || tensor.is_complex()) return false;
+  }
+  return at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
 // Names in namespaces and the objects that they had: `same` tells in one call whether they still have them.
@@ -173,7 +198,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Watched>(module, "Watched")
       .def(py::init<std::vector<std::tuple<py::object, py::str, py::object>>>())
       .def("same", &Watched::same);
-  module.attr("LOOP_INTERFACE") = 2;  // as in ops/chunk_loop.py
+  module.attr("LOOP_INTERFACE") = 3;  // as in ops/chunk_loop.py
+  module.def("covers", &covers);
+  module.def("local_product", &ap::local_product, free_interpreter());
+  module.def("local_gradients", &ap::local_gradients, free_interpreter());
   py::class_<ap::ChunkLoop>(module, "ChunkLoop")
       .def(py::init([](c10d::ProcessGroup& group) {
         return std::make_unique<ap::ChunkLoop>(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group));
@@ -184,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("run_all_reduce", &ap::ChunkLoop::run_all_reduce, free_interpreter())
       .def("run_reduce_scatter", &ap::ChunkLoop::run_reduce_scatter, free_interpreter())
       .def("run_all_gather", &run_gather, free_interpreter())
+      .def("run_row_sequence_gradients", &run_row_sequence_gradients, free_interpreter())
       .def("run_column_gradients", &ap::ChunkLoop::run_column_gradients, free_interpreter())
       .def("run_column_sequence_gradients", &run_column_sequence_gradients, free_interpreter())
       .def("wait", &ap::ChunkLoop::wait, free_interpreter())

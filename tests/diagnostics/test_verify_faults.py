@@ -38,7 +38,8 @@ def caught(group, where, sequence_parallel, kind, dtype):
 
     change = {"scale": scaled, "row": wrong_row, "weight": wrong_weight_gradient, "missing": missing}[where]
     module = sequence_backward if sequence_parallel else linear
-    in_loops = "run_column_sequence_gradients" if sequence_parallel else "run_column_gradients"
+    of_kind = ("row" if sequence_parallel else "local") if kind[0] == "R" else "column"
+    in_loops = f"run_{of_kind}_sequence_gradients" if sequence_parallel else f"run_{of_kind}_gradients"
     operator = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
     # Of each what a loop in C++ runs, and what Python's runs.
     targets = {

@@ -183,8 +183,8 @@ if FAULT:
         return pending
     linear.start_matmul_all_reduce = faulty
     in_loop = linear.run_column_gradients  # the same gradient where a loop in C++ has it
-    def faulty_in_loop(dy, w, x, group, decision):
-        found = in_loop(dy, w, x, group, decision)
+    def faulty_in_loop(dy, w, x, group, decision, *, bias):
+        found = in_loop(dy, w, x, group, decision, bias=bias)
         if dist.get_rank() == 1 and found is not None and dy.shape[-1] == 96:
             found[0].mul_(2)
         return found

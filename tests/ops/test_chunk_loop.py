@@ -70,16 +70,18 @@ def pass_of(group, kind, sequence_parallel, loop, dtype, misaligned=False, deter
         return whole[misaligned:].detach().requires_grad_()
 
     x, weight = drawn(rows, 9 if misaligned else 16), drawn(24, 9 if misaligned else 16)
+    bias = [drawn(24)] if kind == "column" else []
     run = column_linear if kind == "column" else row_linear
     settings = Settings(num_chunks=1 if planned else 3, mode=2, deterministic=deterministic)
     known = Known(plan=Planned(), because=because("tried")) if planned else None
     for warm in (False, True):
-        x.grad = weight.grad = None
+        for operand in (x, weight, *bias):
+            operand.grad = None
         COUNTS.clear()
         with loop_of(loop) as made, Launched() if warm else contextlib.nullcontext() as launched:
-            y = run(x, weight, group=group, settings=settings, known=known, sequence_parallel=sequence_parallel)
+            y = run(x, weight, *bias, group=group, settings=settings, known=known, sequence_parallel=sequence_parallel)
             y.backward(torch.ones_like(y))
-    results = [tensor.detach().clone() for tensor in (y, x.grad, weight.grad)]
+    results = [tensor.detach().clone() for tensor in (y, *(operand.grad for operand in (x, weight, *bias)))]
     return results, launched.names, COUNTS.as_dict(), len(made)
 
 
@@ -175,7 +177,7 @@ def test_the_collective_of_two_loops_that_failed_is_named(group):
     with group_alone() as own:
         if group.rank() == 0:
             with pytest.raises(pending.CollectiveError) as error:
-                loop_operators.run_column_sequence_gradients(dy, w, x, own, in_chunks(16, 16), (16, 16))
+                loop_operators.run_column_sequence_gradients(dy, w, x, own, in_chunks(16, 16), (16, 16), bias=False)
             assert str(error.value).startswith("all_gather, collective 1 of 2, on group")
             assert "no sign of rank 1" in str(error.value)
 
