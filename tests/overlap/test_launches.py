@@ -96,11 +96,11 @@ def test_a_device_gets_few_launches_and_no_copies(ranks, kind, sequence_parallel
             chunks = 1 if gathers and count == 2 else CHUNKS
             weight_gradient = direction == "backward"
             assert each["matmuls"] <= chunks * launches + gathers + weight_gradient, each
-            # Backward of a column layer gathers its input too, in the chunks of a rank whose rows are unfinished.
+            # Backward of a column layer gathers its input too, whole: the weight gradient reads all rows at once.
             again = kind == "column" and direction == "backward" and sequence_parallel
-            assert each["collectives"] in (0, chunks + again * (1 if count == 2 else CHUNKS)), each
+            assert each["collectives"] in (0, chunks + again), each
             # Gathered rows that the weight gradient reads have this rank's own rows; a buffer is copied to its places.
-            kept = again or (gathers and direction == "backward")
+            kept = gathers and direction == "backward"
             copies = (CHUNKS if name == "hccl" else 1) if kept and count > 2 else 0
             assert each["copies"] == copies, each
             if count == 2:
