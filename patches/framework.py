@@ -219,6 +219,9 @@ class Framework(ABC):
         """Begin a call of `layer` while whole steps are timed; communicates: whether its forward has a collective."""
         if not dist.is_initialized() or torch.compiler.is_compiling():
             return
+        if not (layer.training or torch.is_grad_enabled()):
+            self.decider.evaluations += 1
+            return
         group = self.group_of(layer)
         if group.size() > 1:
             self.decider.enter(layer, x, group, communicates=communicates)

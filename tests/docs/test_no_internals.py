@@ -91,6 +91,7 @@ REMAINS = {
     "tuning.measured.pass_times.TimedLinear.time_limits": MEASURED,
     "tuning.measured.pass_times.TimedLinear.time_sizes": MEASURED,
     "tuning.measured.step_contest.LAST": PLANTED,
+    "tuning.measured.step_contest.MOST_CALLS": PLANTED,
     "tuning.measured.step_contest.MOST_LOST": PLANTED,
     "tuning.measured.step_contest.Mark": MEASURED,
     "tuning.measured.step_contest.decide": SEEN,

@@ -203,10 +203,12 @@ def test_ways_change_where_no_forward_waits_for_its_backward(group):
         assert ways[-1] == 4 and set(ways) == {ALONE, WHOLE, 2, 4} and same(found, truth)
 
 
-def recomputed(reentrant):
+def recomputed(reentrant, frozen=False):
+    """Run the model in a checkpoint; frozen: what is before it, so that its input has no gradient."""
+
     def run(model, number, sequence_parallel):
         x, _ = micro_batch(lambda x: x, number, sequence_parallel)
-        return x, checkpoint(model, x * 1.0, use_reentrant=reentrant)
+        return x, checkpoint(model, x.detach() if frozen else x * 1.0, use_reentrant=reentrant)
 
     return run
 
@@ -221,10 +223,18 @@ def evaluated(model, number, sequence_parallel):
     return micro_batch(model, number, sequence_parallel)
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "evaluated"])
+ODD_FORWARDS = {
+    "reentrant": recomputed(True),
+    "not reentrant": recomputed(False),
+    "behind what is frozen": recomputed(False, frozen=True),
+    "evaluated": evaluated,
+}
+
+
+@pytest.mark.parametrize("how", list(ODD_FORWARDS))
 @on_ranks(2)
 def test_recomputed_forwards_and_evaluations_belong_to_no_other_step(group, how):
-    run = evaluated if how == "evaluated" else recomputed(how == "reentrant")
+    run = ODD_FORWARDS[how]
     with models(group, run=run) as (model, truth):
         ways, found, _ = train(model, DEVICE_BOUND, run=run)
         assert ways[-1] == 4 and same(found, truth)
@@ -486,7 +496,7 @@ def test_steps_of_another_shape_are_not_compared(group, what):
 @on_ranks(2)
 def test_steps_that_never_have_one_shape_keep_what_was_decided_alone(group):
     with models(group, steps=0) as (model, _), mock.patch.object(step_contest, "LAST", 64):
-        ways, said = grown(lambda number: 1, rows=lambda number: 256 + 16 * (number % 7))(model, 80)
+        ways, said = grown(lambda number: 1, rows=lambda number: 256 + 16 * (number % 11))(model, 80)
         assert set(ways) == {ALONE}, said
         assert ["not regular" in line for line in said] == [True] * (group.rank() == 0)
 
@@ -497,3 +507,151 @@ def test_evaluations_in_every_step_end_the_contest(group):
         ways, said = grown(lambda number: 1, evaluated=range(6, 400))(model, 24)
         assert ways[-1] == ALONE and len(set(ways)) > 1 and not undecided(model)
         assert ["evaluate" in line for line in said] == [True] * (group.rank() == 0)
+
+
+def test_steps_that_follow_each_other_again_and_again_are_one():
+    a, b = ((step_contest.Pass(torch.Size([rows]), 1, False),) for rows in (1, 2))
+
+    def found(*steps):
+        ended = [step_contest.Boundary(number, passes) for number, passes in enumerate(steps)]
+        return [boundary.passes for boundary in step_contest.repeated(ended)]
+
+    assert found(b, a, a) == [a] and found(a, a) == []
+    assert found(b, a, b, a, b) == [a, b] and found(a, b, a, b) == []
+    assert found(b, a, a, b, a, a, b) == [a, a, b] and found(a, b, b, a, a, b) == []
+
+
+def adversaries(group, detached):
+    """Train a generator and its critic, a step each in turn: the generator's has the longer backward."""
+    with models(group, steps=0) as (generator, _), mock.patch.object(step_contest, "Mark", PlantedMark):
+        critic, ways = Model(generator.layers, False, False), []
+        with logged() as said:
+            for number in range(2 * MOST_STEPS):
+                x, _ = micro_batch(lambda x: x, number, False)
+                for learns, cost in (("critic", 1.0), ("generator", 2.0)):
+                    with torch.set_grad_enabled(learns == "generator" or detached):
+                        y = generator(x * 1.0)
+                    ways.append(way_of(generator))
+                    y = y.detach() if learns == "critic" else y
+                    critic(y).square().sum().backward()
+                    Clock.now += cost * DEVICE_BOUND[ways[-1]]
+                    optimize()
+        return ways, [line for line in said if "whole steps" in line], undecided(generator)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@on_ranks(2)
+def test_two_models_that_are_trained_in_turn_are_compared_by_the_steps_of_both(group, detached):
+    ways, said, still = adversaries(group, detached)
+    assert ways[-1] == 4 and not still, said
+    assert ["own layers 3000.00" in line for line in said] == [True] * (group.rank() == 0), said
+
+
+@on_ranks(2)
+def test_a_rank_whose_optimizer_stops_ends_the_contest_on_all_ranks(group):
+    with models(group, steps=0) as (model, _), mock.patch.object(step_contest, "LAST", 64):
+        stops = range(20, 400) if group.rank() else ()
+        ways, said = grown(lambda number: 1, skipped=stops)(model, 130)
+        assert set(ways[:20]) > {ALONE, 4} and set(ways[24:]) == {ALONE} and not undecided(model)
+        assert ["differ between ranks" in line for line in said] == [True] * (group.rank() == 0)
+
+
+@on_ranks(2)
+def test_where_steps_are_no_longer_regular_what_was_decided_alone_runs_again(group):
+    """It may be the framework's own layers or four chunks that run when ranks begin to look for steps anew."""
+    with models(group, steps=0) as (model, _):
+        rows = {number: 256 + 16 * (number % 11) for number in range(20, 60)}
+        ways, said = grown(lambda number: 1, rows=lambda number: rows.get(number, 256))(model, 60)
+        assert set(ways[:20]) > {ALONE, 4} and set(ways[23:]) == {ALONE} and not said
+
+
+def pipelined(reentrant):
+    """One forward ahead, then one backward after each forward; two chunks of layers, each in a checkpoint."""
+
+    def run(model, number, sequence_parallel):
+        waiting, chunks = [], (model.parts[:2], model.parts[2:])
+
+        def forward(chunk, x):
+            return checkpoint(lambda x: chunk[1](chunk[0](x)[0])[0], x, use_reentrant=reentrant)
+
+        for index in range(4):
+            x, _ = micro_batch(lambda x: x, 4 * number + index, sequence_parallel)
+            sent = forward(chunks[0], x * 1.0)
+            received = sent.detach().requires_grad_()
+            waiting.append((sent, received, forward(chunks[1], received)))
+            while len(waiting) > (index < 3):
+                sent, received, y = waiting.pop(0)
+                y.square().sum().backward()
+                sent.backward(received.grad)
+        return x, y.detach()
+
+    return run
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_a_pipeline_of_two_chunks_of_layers_in_checkpoints_has_its_contest(group, reentrant):
+    run = pipelined(reentrant)
+    with models(group, run=run) as (model, truth):
+        ways, found, said = train(model, DEVICE_BOUND, run=run)
+        assert ways[-1] == 4 and same(found, truth) and not undecided(model), said
+
+
+@on_ranks(2)
+def test_steps_whose_backward_fails_on_every_rank_are_not_compared(group):
+    def run(model, number, sequence_parallel):
+        x, y = micro_batch(model, number, sequence_parallel)
+        if number % 7 == 3:
+            y.register_hook(lambda _: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                y.sum().backward()
+            return x, y.detach()
+        return x, y
+
+    with models(group, run=run, steps=MOST_STEPS + 40) as (model, truth):
+        ways, found, said = train(model, DEVICE_BOUND, MOST_STEPS + 40, run)
+        assert ways[-1] == 4 and same(found, truth) and not undecided(model), said
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_has_in_the_mode_of_evaluation_has_its_contest(group):
+    """Gradients are what ranks have alike."""
+    with models(group) as (model, truth):
+        model.train(group.rank() == 0)
+        ways, found, said = train(model, DEVICE_BOUND)
+        assert ways[-1] == 4 and same(found, truth) and not undecided(model), said
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@on_ranks(2)
+def test_a_long_evaluation_does_not_end_the_contest(group, trains):
+    """In the mode of training or not; before the first step, and in the middle."""
+    with models(group) as (model, truth), mock.patch.object(step_contest, "MOST_CALLS", 64):
+
+        def evaluate():
+            model.train(trains)
+            with torch.no_grad():
+                for number in range(50):
+                    micro_batch(model, number, False)
+            model.train()
+
+        if not trains:
+            evaluate()
+        train(model, DEVICE_BOUND, 20)
+        assert undecided(model)
+        evaluate()
+        ways, found, said = train(model, DEVICE_BOUND)
+        assert ways[-1] == 4 and same(found, truth) and not undecided(model), said
+
+
+@on_ranks(2)
+def test_an_evaluation_costs_no_function_more_while_whole_steps_are_timed(group):
+    with models(group, steps=0) as (model, _):
+        model.eval()
+        with torch.no_grad():
+            micro_batch(model, 0, False)
+            assert undecided(model)
+            _, waiting = functions_of(lambda: micro_batch(model, 0, False))
+            type(model.parts[0]).forward.ascend_parallel.decider.undecided = False
+            _, decided = functions_of(lambda: micro_batch(model, 0, False))
+        assert waiting == decided

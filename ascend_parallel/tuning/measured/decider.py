@@ -133,7 +133,9 @@ class Decider:
         """Whether calls are measured when they come."""
         self._steps = steps and self.measures
         self.undecided = False
-        """Whether `enter` is to be called: whole steps are timed on some group."""
+        """Whether `enter` is to be called, or `evaluations` counted: whole steps are timed on some group."""
+        self.evaluations = 0
+        """Calls of layers in evaluations, which are in no step: in their mode, and without gradients."""
         self._planned = known_of(settings)
         self._file = PlanFile(settings)
         self.groups: WeakKeyDictionary[dist.ProcessGroup, OfGroup] = WeakKeyDictionary()
@@ -207,10 +209,14 @@ class Decider:
         of_group = self._of(group)
         if not of_group.begun:
             of_group.begun, of_group.contest, self.undecided = True, StepContest(of_group.cuts), True
-            self.enter(layer, x, group, communicates=True)
+            if layer.training or torch.is_grad_enabled():
+                self.enter(layer, x, group, communicates=True)
 
     def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, *, communicates: bool) -> None:
-        """Begin a call of a layer, in the way of this step; communicates: whether its forward has a collective."""
+        """Begin a call of a layer, in the way of this step; communicates: whether its forward has a collective.
+
+        Calls of evaluations do not come here.
+        """
         of_group = self._of(group)
         contest = of_group.contest
         if contest is None:
@@ -218,7 +224,7 @@ class Decider:
         if is_capturing():  # a graph keeps its way, and a replay is no turn
             of_group.way = ALONE
             return
-        contest.enter(layer, x, group, communicates)
+        contest.enter(layer, x, group, communicates, self.evaluations)
         of_group.way = _way_of_call(of_group, contest, layer)
         if contest.decision is not None and not of_group.checkpointed:
             of_group.contest, of_group.way = None, contest.way

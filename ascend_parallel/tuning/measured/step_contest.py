@@ -12,8 +12,9 @@ A step begins with the pass behind an optimizer's step. Where a turn begins, ran
 still waits for its backward; if any does, or if their steps differ, what was decided alone stays. Its time is taken
 from the second such call on: the first one's collective has brought the ranks' devices together.
 
-Steps of one shape are compared: as many passes, of the same inputs, with the optimizer's step behind the last one. A
-turn that any rank saw run otherwise, as where the optimizer's step was skipped, or that has an evaluation in it, runs
+Steps of one shape are compared: as many passes, of the same inputs, with the optimizer's step behind the last one;
+steps of several shapes that follow each other again and again, as of a generator and its critic, are one. A turn that
+any rank saw run otherwise, as where the optimizer's step was skipped, or that has an evaluation in it, runs
 again. A second unlike one in a row is another shape, as where a batch has grown: ranks look for steps anew.
 """
 
@@ -50,6 +51,7 @@ FIRST, LAST = 4, 4096
 UNSTEPPED = 1024
 # Calls without a new pass, and in lengths of the longest one: its layer is no longer called.
 MOST_CALLS, MOST_LENGTHS = 4096, 16
+MOST_IN_TURN = 8  # steps of several shapes that follow each other again and again: they are one
 UNLIKE = 2  # turns in a row that are not like the agreed step: steps have another shape now
 MOST_LOST = 64  # turns that were not compared
 STARVED = 0.5  # share of a step's calls at which the device had already done what was launched before the last one
@@ -121,10 +123,14 @@ def _count_optimizer_steps() -> None:
 
 
 class Pass(NamedTuple):
-    """The shape of a pass: its input, and the optimizers' steps behind it."""
+    """The shape of a pass: its input, the optimizers' steps behind it, and whether its graph was dropped behind it.
+
+    What a generator makes may be detached in one step, and have a backward in the next.
+    """
 
     x: torch.Size
     steps: int
+    dropped: bool
 
 
 class Boundary(NamedTuple):
@@ -132,6 +138,11 @@ class Boundary(NamedTuple):
 
     number: int
     passes: tuple[Pass, ...]
+
+    @property
+    def begin(self) -> int:
+        """The number of the boundary before."""
+        return self.number - len(self.passes)
 
 
 class StepContest:
@@ -147,7 +158,7 @@ class StepContest:
         self._calls = self._longest = 0  # since the latest pass began, and in the longest
         self._waiting: dict[int, Any] = {}  # pass whose backward has not ended -> the hook on its way
         self._graded = False  # whether a pass had gradients
-        self._rests = False  # whether the calls since the latest pass belong to none: without gradients, as evaluation
+        self._rests = False  # whether the calls since the latest pass belong to none: without gradients
         self._first_steps = self._steps = OptimizerSteps.taken  # at the beginning, and at the latest boundary
         self._boundaries: list[Boundary] = []  # where steps began
         self._x, self._taken = torch.Size(), OptimizerSteps.taken  # of the latest pass: its input; steps at its begin
@@ -156,7 +167,7 @@ class StepContest:
         self._step: tuple[Pass, ...] = ()  # what a turn has to be like
         self._next = 0  # the first pass of the next turn
         self._unlike = self._lost = 0  # turns that ran otherwise: in a row, and all that were not compared
-        self._evaluated = False  # whether an evaluation ran in this turn
+        self._evaluations = 0  # calls of evaluations when this turn began
         self._cuts = cuts  # whether a pass was cut, timed alone
         self._turns: list[int] = []
         self._spans: list[tuple[Mark, Mark]] = []  # begin and end of each turn
@@ -171,16 +182,21 @@ class StepContest:
         """Note that a call was decided alone, and whether that cuts a pass."""
         self._changed, self._cuts = self._passes, self._cuts or cuts
 
-    def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, communicates: bool) -> None:
-        """Begin a call of a layer on `group`; communicates: whether its forward has a collective."""
+    def enter(
+        self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, communicates: bool, evaluations: int
+    ) -> None:
+        """Begin a call of a layer on `group`, which is no evaluation.
+
+        communicates
+            Whether its forward has a collective.
+        evaluations
+            The number of calls of evaluations so far.
+        """
         if self.decision is not None:
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputed forward
-            if self._anchor is not None and self._anchor() is layer and self._waiting:
-                self._came_back(min(self._waiting))
-            return
-        if not layer.training:
-            self._evaluated |= communicates
+            if self._anchor is not None and self._anchor() is layer:
+                self._recomputed()
             return
         if backend_of(group, x.device).blocks_host:  # a pass alone costs what it costs in a step
             self.decision = StepDecision(ALONE, "the backend blocks the host")
@@ -190,9 +206,9 @@ class StepContest:
         begins = self._anchor is not None and self._anchor() is layer
         if begins:
             self._note_grad_mode()
-        self._calls += communicates
+        self._calls += communicates and (begins or not self._rests)
         if begins and not self._rests:
-            self._begin(x, group)
+            self._begin(x, group, evaluations)
         elif communicates and self._unmarked:
             self._begun, self._unmarked = Mark(x.device), False
         self._hook(x)
@@ -206,17 +222,18 @@ class StepContest:
         """The number of turns that are timed, with those that warm up; behind them the queue's depth is asked."""
         return len(self._turns) - len(set(self._turns))
 
-    def _begin(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _begin(self, x: torch.Tensor, group: dist.ProcessGroup, evaluations: int) -> None:
         """Begin a pass, and maybe the next turn."""
         self._passes += 1
         self._longest, self._calls = max(self._longest, self._calls), 0
         if self._passes > 1:
-            self._since.append(Pass(self._x, OptimizerSteps.taken - self._taken))
+            dropped = self._passes - 1 in self._forget_dropped()
+            self._since.append(Pass(self._x, OptimizerSteps.taken - self._taken, dropped))
         self._x, self._taken = x.shape, OptimizerSteps.taken
         if not self._next:
             self._watch(group)
         elif self._passes == self._next:
-            self._turn(x.device, group)
+            self._turn(x.device, group, evaluations)
         if self.decision is None:
             self._waiting[self._passes] = None
 
@@ -234,11 +251,18 @@ class StepContest:
             hook = partial(self._came_back, self._passes)
             self._waiting[self._passes] = x.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _forget_dropped(self) -> None:
-        """Forget the passes whose graph is gone: their backward cannot come."""
+    def _forget_dropped(self) -> list[int]:
+        """Forget the passes whose graph is gone, and return them: their backward cannot come."""
         gone = [number for number, hook in self._waiting.items() if hook is not None and hook.hooks_dict_ref() is None]
         for number in gone:
             del self._waiting[number]
+        return gone
+
+    def _recomputed(self) -> None:
+        """Note that the first of the passes that began without gradients is recomputed; of others a hook tells."""
+        unhooked = [number for number, hook in self._waiting.items() if hook is None]
+        if unhooked:
+            self._came_back(unhooked[0])
 
     def _came_back(self, number: int, _: object = None) -> None:
         """Note that the backward of a pass has come to the layer that began it."""
@@ -248,19 +272,18 @@ class StepContest:
 
     def _watch(self, group: dist.ProcessGroup) -> None:
         """See where steps begin; at some passes, which are the same on all ranks, agree on the contest's first one."""
-        self._forget_dropped()
         stepped = OptimizerSteps.taken != self._first_steps
         if not self._waiting and (not stepped or OptimizerSteps.taken != self._steps):
             # What began before the first optimizer's step may be one of several micro-batches.
-            before = [] if self._steps == self._first_steps and stepped else self._boundaries[-2:]
+            before = [] if self._steps == self._first_steps and stepped else self._boundaries[-2 * MOST_IN_TURN :]
             self._boundaries = [*before, Boundary(self._passes, tuple(self._since))]
             self._since, self._steps = [], OptimizerSteps.taken
         looked = self._passes - self._origin
         if looked < FIRST or looked & (looked - 1):
             return
-        alike = len(self._boundaries) == 3 and self._boundaries[1].passes == self._boundaries[2].passes
-        step = self._boundaries[2].passes if alike and (stepped or self._passes >= UNSTEPPED) else ()
-        begin = self._boundaries[2].number + len(step) if step and self._changed < self._boundaries[1].number else 0
+        steps = repeated(self._boundaries) if stepped or self._passes >= UNSTEPPED else ()
+        step = tuple(each for boundary in steps for each in boundary.passes)
+        begin = self._boundaries[-1].number + len(step) if steps and self._changed < steps[0].begin else 0
         while begin and begin <= self._passes:
             begin += len(step)
         mine = {"begin": begin, "period": len(step), "cuts": self._cuts, "as before": step == self._step}
@@ -277,27 +300,28 @@ class StepContest:
                 )
             )
 
-    def _watch_anew(self) -> None:
-        """Look for steps again; the way stays until they are found: a forward may wait for its backward."""
+    def _watch_anew(self, waits: bool) -> None:
+        """Look for steps again; waits: whether a forward waits for its backward on any rank. Then the way stays."""
+        self.way = self.way if waits else ALONE
         self._boundaries, self._origin, self._steps, self._next = [], self._passes, OptimizerSteps.taken, 0
         self._begun, self._unmarked, self._depth, self._unlike = None, False, None, 0
 
-    def _turn(self, device: torch.device, group: dist.ProcessGroup) -> None:
+    def _turn(self, device: torch.device, group: dist.ProcessGroup, evaluations: int) -> None:
         """End a turn, and begin the next one, or decide."""
         ended, timed = Mark(device), self._begun is not None or self._unmarked
-        self._forget_dropped()
         like = tuple(self._since[-len(self._step) :]) == self._step
-        found = _gathered(group, {"waiting": len(self._waiting), "like": like, "evaluated": self._evaluated}).values()
-        like = all(each["like"] for each in found)
+        mine = {"waiting": len(self._waiting), "like": like, "evaluated": evaluations != self._evaluations}
+        found = _gathered(group, mine).values()
+        like, waits = all(each["like"] for each in found), any(each["waiting"] for each in found)
         counts = like and not any(each["evaluated"] for each in found)
-        self._since, self._evaluated = [], False
+        self._since, self._evaluations = [], evaluations
         self._unlike, self._lost = 0 if like else self._unlike + 1, self._lost + (timed and not counts)
         if self._lost > MOST_LOST:
             self._keep(StepDecision(ALONE, "too many of them are unlike the others, or evaluate"))
         elif self._unlike and (not timed or self._unlike == UNLIKE):
-            self._watch_anew()
+            self._watch_anew(waits)
             return
-        elif like and any(each["waiting"] for each in found):
+        elif like and waits:
             self._keep(StepDecision(ALONE, "a forward waits for its backward where a step begins"))
         elif counts and self._unmarked:
             self._keep(StepDecision(ALONE, "they have one layer with a collective"))
@@ -349,6 +373,15 @@ class StepContest:
         self._waiting, self._spans, self._begun, self._depth = {}, [], None, None
         if dist.get_rank() == 0:
             log.warning("COC_PARALLEL_NUM=auto: %s", decision)
+
+
+def repeated(boundaries: Sequence[Boundary]) -> Sequence[Boundary]:
+    """Return the fewest latest steps that were alike twice in a row, by their ends; the first may have begun early."""
+    for number in range(1, min(MOST_IN_TURN, (len(boundaries) - 1) // 2) + 1):
+        latest, before = boundaries[-number:], boundaries[-2 * number : -number]
+        if [each.passes for each in latest] == [each.passes for each in before]:
+            return latest
+    return ()
 
 
 def turns_of(ways: Sequence[int]) -> list[int]:
