@@ -91,10 +91,12 @@ def cancelling_operands(matmul: Matmul, layout: str, device: torch.device) -> tu
     generator = torch.Generator(device).manual_seed(0)
     m, k, n = matmul.m, matmul.k, matmul.n
     places = torch.randperm(k, generator=generator, device=device)
+    # Of as many bits as the dtype has: a product of shorter numbers is exact, and hides whether it was rounded.
+    drawn_as = torch.float64 if matmul.dtype == torch.float64 else torch.float32
 
     def drawn(rows: int, sign: int) -> torch.Tensor:
         shape = max(1, min(rows, DRAWN_ROWS)), k // 2
-        numbers = torch.randn(shape, generator=generator, device=device).to(matmul.dtype)
+        numbers = torch.randn(shape, generator=generator, device=device, dtype=drawn_as).to(matmul.dtype)
         left_over = numbers.new_zeros(shape[0], k % 2)
         base = torch.cat([numbers, sign * numbers, left_over], 1).index_select(1, places)
         return base.repeat(-(-rows // shape[0]), 1)[:rows].contiguous()

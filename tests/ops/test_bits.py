@@ -1,6 +1,7 @@
 """Chunks keep the bits of the plain layer wherever the probe promises it."""
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -224,3 +225,15 @@ def test_the_operands_of_the_probe_cancel_and_show_an_order_of_sums(k, layout):
         generator = torch.Generator().manual_seed(1)
         usual = torch.randn(x.shape, generator=generator), torch.randn(w.shape, generator=generator)
         assert share_that_differs(*usual) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_operands_of_the_probe_have_products_that_are_rounded(dtype):
+    """A routine that rounds each product, and one that fuses it with the sum, give other bits for them.
+
+    MKL on an AMD EPYC takes the one for some columns in float64, and the other for all.
+    """
+    x, w = cancelling_operands(Matmul("matmul_all_reduce", 32, 64, 64, dtype, "cpu", 2), ROW_MAJOR, CPU)
+    products = (x[0] * w[:, 0]).tolist()
+    exact = [Fraction(a) * Fraction(b) for a, b in zip(x[0].tolist(), w[:, 0].tolist(), strict=True)]
+    assert sum(Fraction(a) != b for a, b in zip(products, exact, strict=True)) > 48

@@ -1,6 +1,7 @@
 """COC_DETERMINISTIC=invariant with transformers: logprobs and gradients of any batch, at every degree."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def refusals_of(group, path, hows):
 REFUSALS = {
     "none": "logprobs: LlamaForCausalLM has not the arithmetic of a server",
     "sdpa": 'transformers: LlamaForCausalLM attends by attn_implementation="sdpa": give',
-    "norm": "transformers: model.layers.0.input_layernorm (LlamaRMSNorm) runs test_invariant.changed.<locals>.<lambda>",
+    "norm": f"transformers: model.layers.0.input_layernorm (LlamaRMSNorm) runs {Path(__file__).stem}.changed.<locals>.",
     "class": "transformers: model.layers.0.mlp.act_fn (GELU): torch.nn.modules.activation.GELU was not compared",
     "linear": "transformers: lm_head (Linear): torch.nn.modules.linear.Linear was not compared",
     "autocast": "transformers: LlamaForCausalLM runs under autocast",
