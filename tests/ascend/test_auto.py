@@ -64,7 +64,7 @@ def test_layers_that_auto_leaves_whole_are_megatrons_own(ranks, tmp_path, sequen
         assert asked[0] != theirs_asked[0]
 
 
-STEPS = 64  # more than the turns of whole steps
+STEPS = 104  # more than the turns of whole steps, with all finals
 
 
 def each_way(number, sequence):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-STEPS = 64  # more than the turns of whole steps
+STEPS = 104  # more than the turns of whole steps, with all finals
 
 
 class Block(torch.nn.Module):
