@@ -284,7 +284,8 @@ class Framework(ABC):
             return self._unmeasured
         backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         agree = functools.partial(self._confirmed, group)
-        self.decider.begin_steps(shape, layer, x, group)
+        if self.decider.begin_steps(shape, group):
+            self.enter(layer, x, communicates=True)
         known = self.decider.known_of_layer(shape, group, backward=backward, agree=agree)
         if known.original and not self.equals_original(layer, kind, x, weight):
             return known._replace(original=False)

@@ -264,11 +264,8 @@ def make_column_forward(original: OriginalForward, megatron: Megatron) -> Functi
         runtime_gather_output: bool | None = None,
     ) -> Output:
         if megatron.decider.undecided:
-            if self.training or torch.is_grad_enabled():
-                shared = self.sequence_parallel and not getattr(self, "explicit_expert_comm", False)
-                megatron.enter(self, input_, communicates=shared)
-            else:
-                megatron.decider.evaluations += 1
+            shared = self.sequence_parallel and not getattr(self, "explicit_expert_comm", False)
+            megatron.enter(self, input_, communicates=shared)
         warm = megatron.warm.find(self, "column", input_, weight, runtime_gather_output)
         if warm is True:
             return original(self, input_, weight, runtime_gather_output)
@@ -333,10 +330,7 @@ def make_row_forward(original: OriginalForward, megatron: Megatron) -> Function:
 
     def forward(self: Any, input_: torch.Tensor) -> Output:
         if megatron.decider.undecided:
-            if self.training or torch.is_grad_enabled():
-                megatron.enter(self, input_, communicates=not getattr(self, "explicit_expert_comm", False))
-            else:
-                megatron.decider.evaluations += 1
+            megatron.enter(self, input_, communicates=not getattr(self, "explicit_expert_comm", False))
         warm = megatron.warm.find(self, "row", input_, None)
         if warm is True:
             return original(self, input_)

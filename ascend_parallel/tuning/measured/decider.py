@@ -199,18 +199,16 @@ class Decider:
         own_bits = not scatters or backend_of(group, torch.device(shape.device)).own_scatter
         return self._original_if_whole and own_bits
 
-    def begin_steps(self, shape: LayerShape, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def begin_steps(self, shape: LayerShape, group: dist.ProcessGroup) -> bool:
         """Begin to time whole steps at the first call on a group whose forward has a collective, and that is decided.
 
-        Every rank of the group makes that call. A group without such calls has no steps that its ranks could count.
+        Tell whether they begin with this call, which is then to be entered. Every rank of the group makes it. A group
+        without such calls has no steps that its ranks could count.
         """
-        if not self._steps or shape.operator(FORWARD) is None:
-            return
-        of_group = self._of(group)
-        if not of_group.begun:
-            of_group.begun, of_group.contest, self.undecided = True, StepContest(of_group.cuts), True
-            if layer.training or torch.is_grad_enabled():
-                self.enter(layer, x, group, communicates=True)
+        if not self._steps or shape.operator(FORWARD) is None or (of_group := self._of(group)).begun:
+            return False
+        of_group.begun, of_group.contest, self.undecided = True, StepContest(of_group.cuts), True
+        return True
 
     def enter(self, layer: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, *, communicates: bool) -> None:
         """Begin a call of a layer, in the way of this step; communicates: whether its forward has a collective.
