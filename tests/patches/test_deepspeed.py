@@ -65,6 +65,8 @@ def _steps(engine, count):
 REGION = {"region": True, "region_rows": 4}
 
 
+# ZeRO 3 puts a function of its own there for good, which would keep products of later tests from torch's.
+@mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear)
 def trained(group, name, stage, dtype, settings):
     """Return the names that differ from plain, the worst error against the whole model, and the overlapped calls."""
     ascend_parallel.configure(num_chunks=1)
